@@ -24,7 +24,7 @@ class Crowd:
     def __init__(self, waiting: int, leases: int, tenants: int, order: Order, engines: int = 0) -> None:
         policy = load(shipped_policies()).ordered_by(order)
         policy = replace(policy, tiers=tuple(replace(tier, queue=Queue()) for tier in policy.tiers))
-        self.policy = replace(policy, rules=policy.rules_of(leases * TOKENS, leases))
+        self.policy = replace(policy, rules=policy.rules_for(leases * TOKENS, leases))
         self.pool = Pool(self.policy, weight_percent=WEIGHT_PERCENT if engines else None)
         self.running: deque[Lease] = deque()
         self.waiting: dict[int, Lease] = {}
@@ -39,7 +39,7 @@ class Crowd:
         """The pool has another size."""
         leases = round(self._leases * times)
         if not self._engines:
-            rules = self.policy.rules_of(leases * TOKENS, leases)
+            rules = self.policy.rules_for(leases * TOKENS, leases)
             self.pool.change_policy(replace(self.policy, rules=rules))
             return
         each = leases // self._engines

@@ -81,7 +81,7 @@ def reserves_change(crowd: Crowd) -> Iterator[None]:
     """The policy is another one."""
     tiers = tuple(replace(tier, reserve=tier.reserve / 2) for tier in crowd.policy.tiers)
     other, size = replace(crowd.policy, tiers=tiers), (crowd.policy.rules.tokens, crowd.policy.rules.requests)
-    crowd.pool.change_policy(replace(other, rules=other.rules_of(*size)))
+    crowd.pool.change_policy(replace(other, rules=other.rules_for(*size)))
     yield
 
 

@@ -102,7 +102,7 @@ def policy_of(name: str, order: Order, leases: int) -> Policy:
     return replace(
         policy,
         tiers=tuple(replace(tier, queue=Queue()) for tier in policy.tiers),
-        rules=policy.rules_of(max(leases, EACH) * TOKENS, leases),
+        rules=policy.rules_for(max(leases, EACH) * TOKENS, leases),
     )
 
 

@@ -27,7 +27,7 @@ from sidecar.leases.no_engine import NoEngineHere
 from sidecar.middleware import serve_scope
 from sidecar.mounted_services import MountedTelemetry, Part, has_admin_port, mounted_services, with_lifespan
 from sidecar.observability import Observability
-from sidecar.one_pool import Composed, OnePool, policy_of, pool_here, pool_of, source_of
+from sidecar.one_pool import Composed, OnePool, find_pool, load_given, new_source, pool_here
 from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSize, Pool
@@ -37,7 +37,7 @@ from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.server.mounted import FailedStart
 from sidecar.server.workers import check_processes
-from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of
+from sidecar.stores import find_store, new_records, new_usage, refuse_uncounted_budgets, takes_over_a_store
 from sidecar.tasks import is_in_event_loop
 from sidecar.tenants.tenant_usage import TenantUsage
 from sidecar.tokens import Estimator, TokenizerCounter
@@ -125,7 +125,7 @@ class AdmissionMiddleware:
             environment=environment,
         )
         options = (dialect, is_launched, retry_handlers, takes_over_pool, id(environment))
-        self._source = source_of(policy, files, options)
+        self._source = new_source(policy, files, options)
         self._serve: ASGIApp = self._serve_first
         self._named: Callable[[AdmissionController, ASGIApp], ASGIApp] | None = None
         try:
@@ -134,7 +134,7 @@ class AdmissionMiddleware:
 
                 self._named = naming(tenant)
             self._is_apart = is_shown or app is None or isinstance(app, EngineProxy)
-            self._use((None if self._is_apart else pool_of(self._source)) or self._new_pool())
+            self._use((None if self._is_apart else find_pool(self._source)) or self._new_pool())
         except ValueError as mistake:
             if not is_in_event_loop():
                 raise
@@ -213,7 +213,7 @@ class AdmissionMiddleware:
             try:
                 policy = self.controller.policy
                 environment = self._environment
-                is_shared = policy.is_bare or store_of(policy, environment) is not None
+                is_shared = policy.is_bare or find_store(policy, environment) is not None
                 is_engine = policy.engines is not None
                 check_processes(scope, environment, is_shared=is_shared, is_engine=is_engine)
             except ValueError as mistake:
@@ -224,7 +224,7 @@ class AdmissionMiddleware:
         return self._serve(scope, receive, send)
 
     def _failed(self, mistake: Exception) -> FailedStart:
-        """The same for as long as the mistake is: it is logged once."""
+        """One object for as long as the mistake lasts: it is logged once."""
         if self._failure is None or str(self._failure.mistake) != str(mistake):
             self._failure = FailedStart(mistake)
         return self._failure
@@ -248,7 +248,7 @@ class AdmissionMiddleware:
     def _new_pool(self) -> OnePool:
         """Raises ValueError for a policy that cannot be used."""
         given, files = self._given
-        policy, files = (given, files) if isinstance(given, Policy) else policy_of(given)
+        policy, files = (given, files) if isinstance(given, Policy) else load_given(given)
         return OnePool(self._source, self._app, self._compose, policy, files, is_kept=self._is_shown)
 
 
@@ -278,7 +278,7 @@ def _composed(
     engine_key = secret_for_header(environment, ENGINE_KEY_VARIABLE)
     if engine_key is not None and policy.anonymous is not None and not policy.forward_key:
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
-    is_shared = store_of(policy, environment) is not None
+    is_shared = find_store(policy, environment) is not None
     refuse_uncounted_budgets(policy, environment)
     setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over, repeats=repeats, is_shown=is_shown)
     if given_app is None and policy.models:
@@ -298,7 +298,7 @@ def _composed(
 
 
 class _Setup(NamedTuple):
-    """What a process is made with besides its policy. `dialect` is None where the policy says it.
+    """Settings of a process besides its policy. `dialect` is None where the policy says it.
 
     `repeats` says that the app's handlers may run twice for one request, `is_shown` that the caller serves the pages.
     """
@@ -402,7 +402,7 @@ def _models_parts(policy: Policy, setup: _Setup) -> list[Part]:
 
     allowances, estimator, usage = RateLimiter(), _estimator(policy), _usage(policy, setup)
     watchdog, identities = Watchdog(), Identities()
-    counts_apart = store_of(policy, setup.environment) is not None
+    counts_apart = find_store(policy, setup.environment) is not None
     if len(policy.models) > 1 and counts_apart:
         _log.warning("%s", _LIMITS_BY_MODEL, extra={"event": "limits_by_model"})
     policies = {name: policy.of_model(name) for name in policy.models}
@@ -443,7 +443,7 @@ def _models_parts(policy: Policy, setup: _Setup) -> list[Part]:
 
 def _usage(policy: Policy, setup: _Setup) -> TenantUsage | None:
     """The count of what tenants use, None where it is not kept."""
-    kept = usage_of(policy, setup.environment)
+    kept = new_usage(policy, setup.environment)
     return None if kept is None else TenantUsage(kept, policy)
 
 
@@ -456,9 +456,9 @@ def _observability(setup: _Setup, files: PolicyFiles | None, controller: Admissi
         controller.pool,
         files,
         environment,
-        is_shared=store_of(policy, environment) is not None,
+        is_shared=find_store(policy, environment) is not None,
         is_shown=setup.is_shown or has_admin_port(environment),
-        records=records_of(policy, environment),
+        records=new_records(policy, environment),
         usage=controller.usage if policy.usage_days else None,
     )
 
@@ -512,7 +512,7 @@ def _unguarded(app: ASGIApp, *, is_launched: bool, is_by_name: bool) -> Unguarde
 
 def _pool(policy: Policy, environment: Mapping[str, str], size: EngineSize | None, *, takes_over: bool) -> Pool:
     """Where the leases live, and who says how many. Raises ValueError for an address or a switch that is none."""
-    store = store_of(policy, environment)
+    store = find_store(policy, environment)
     takes_over = takes_over_a_store(environment, store, takes_over=takes_over)
     if store is None:
         return Pool(policy, size=size)
@@ -543,7 +543,7 @@ def _fleet_routing(
 def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None = None) -> Pool:
     """The pool of a policy with engines. Raises ValueError as `_pool` does."""
     assert policy.engines is not None
-    store, weight_percent = store_of(policy, setup.environment), policy.engines.affinity.weight_percent
+    store, weight_percent = find_store(policy, setup.environment), policy.engines.affinity.weight_percent
     takes_over = takes_over_a_store(setup.environment, store, takes_over=setup.takes_over)
     if store is None:
         return Pool(policy, weight_percent=weight_percent, allowances=allowances)
@@ -577,14 +577,14 @@ def _shared_pool(
     weight_percent: int | None = None,
     size: EngineSize | None = None,
 ) -> Pool:
-    from sidecar.pools.redis import RedisLink, ledger_connector, reach_of
+    from sidecar.pools.redis import RedisLink, ledger_connector, reach_for
     from sidecar.telemetry.metrics.store import StoreMetrics
 
     metrics = StoreMetrics(policy.pool)
     return Pool(
         policy,
         link=RedisLink(
-            ledger_connector(store, policy.pool), policy.pool, reach=reach_of(store), took=metrics.round_trip
+            ledger_connector(store, policy.pool), policy.pool, reach=reach_for(store), took=metrics.round_trip
         ),
         observer=metrics,
         takes_over=takes_over,

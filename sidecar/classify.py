@@ -59,8 +59,8 @@ class TenantClaims(NamedTuple):
     tier: str | None
 
 
-SaidByApp: TypeAlias = "TenantClaims | AdmissionError | None"
-said_by_app: ContextVar[SaidByApp] = ContextVar("admission_said_by_app", default=None)
+NamedByApp: TypeAlias = "TenantClaims | AdmissionError | None"
+named_by_app: ContextVar[NamedByApp] = ContextVar("admission_said_by_app", default=None)
 """What the app around the middleware says of the request's tenant, or why it cannot. It counts once."""
 
 
@@ -74,14 +74,14 @@ class Fallback(str, Enum):
 class Asked(msgspec.Struct, frozen=True, gc=False):
     """The parts of a request that may state a priority.
 
-    `headers` holds the last value of every header, by lower-case name. `taken` names those from which some engine would
-    take a priority or a tenant (`engines.client_headers`). They are not forwarded.
+    `headers` holds the last value of every header, by lower-case name. `stripped` names those from which some engine
+    would take a priority or a tenant (`engines.client_headers`). They are not forwarded.
     """
 
     endpoint: Endpoint
     payload: Payload
     headers: Mapping[bytes, bytes]
-    taken: Sequence[bytes]
+    stripped: Sequence[bytes]
 
 
 class SourceAnswer(msgspec.Struct, frozen=True):
@@ -167,11 +167,11 @@ class Classifier:
             raise InvalidApiKey(f"{refusal.message} (a known key in {', '.join(places)} does not count)") from None
 
     def _named(self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any], pairs: Headers) -> Tenant:
-        said, gateway = said_by_app.get(), self._gateway
-        if said is not None:
-            return self._of_app(said)
+        answer, gateway = named_by_app.get(), self._gateway
+        if answer is not None:
+            return self._tenant_by_app(answer)
         if gateway is not None and gateway.tenant_header in headers and gateway.sent(scope.get("client"), pairs):
-            return self._of_gateway(gateway, headers)
+            return self._tenant_by_gateway(gateway, headers)
         # A digest is looked up, not the key: timing could only reveal a hash, which no one can invert.
         sent = headers.get(b"authorization")
         digest = None if sent is None or len(sent) > _LONGEST_KEPT else hashlib.blake2s(sent).digest()
@@ -188,7 +188,7 @@ class Classifier:
             return self._policy.anonymous
         tenant = self._policy.tenants.get(hashlib.sha256(key).hexdigest())
         if tenant is None:
-            return self._of_token(key)
+            return self._tenant_by_token(key)
         if digest is not None and headers.keys().isdisjoint(API_KEY_HEADERS):  # else the key may be from there
             if len(self._of_authorization) >= MOST_KEPT:
                 self._of_authorization.clear()
@@ -208,29 +208,30 @@ class Classifier:
         return tuple(found)
 
     def _without_key(self, headers: Mapping[bytes, bytes]) -> str:
-        said, gateway = "no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`", self._gateway
+        answer, gateway = "no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`", self._gateway
         if gateway is None or gateway.tenant_header not in headers:
-            return said
-        return f"{said}; {gateway.tenant_header.decode('ascii')} counts only from an address of the policy's gateway"
+            return answer
+        return f"{answer}; {gateway.tenant_header.decode('ascii')} counts only from an address of the policy's gateway"
 
-    def _of_token(self, key: bytes) -> Tenant:
+    def _tenant_by_token(self, key: bytes) -> Tenant:
         """The tenant that a token names. It asks for the tier that the token names, where that names one."""
         if self._tokens is None or not is_token(key):
             raise self._unknown(InvalidApiKey("this API key is not known here; ask the operator for one"))
         claims = self._tokens.claims(key, hashlib.sha256(key).digest())
         return self._by_name(claims.tenant, claims.tier, "token", InvalidToken)
 
-    def _of_gateway(self, gateway: GatewayPolicy, headers: Mapping[bytes, bytes]) -> Tenant:
+    def _tenant_by_gateway(self, gateway: GatewayPolicy, headers: Mapping[bytes, bytes]) -> Tenant:
         """The tenant that the gateway names, which asks for the tier that it names, where it names one."""
         tier = None if gateway.tier_header is None else headers.get(gateway.tier_header)
         named = headers[gateway.tenant_header].decode("latin-1")
         return self._by_name(named, None if tier is None else tier.decode("latin-1"), "gateway", UnknownTenant)
 
-    def _of_app(self, said: TenantClaims | AdmissionError) -> Tenant:
-        said_by_app.set(None)  # the app, which may have another admission controller in it, is called with this context
-        if isinstance(said, AdmissionError):
-            raise said
-        return self._by_name(said.tenant, said.tier, "app", UnknownTenant)
+    def _tenant_by_app(self, answer: TenantClaims | AdmissionError) -> Tenant:
+        # The app, which may have another admission controller in it, is called with this context.
+        named_by_app.set(None)
+        if isinstance(answer, AdmissionError):
+            raise answer
+        return self._by_name(answer.tenant, answer.tier, "app", UnknownTenant)
 
     def _by_name(self, named: str, tier: str | None, by: str, refusal: type[InvalidApiKey]) -> Tenant:
         """The tenant of this name. It asks for the tier, where one is named."""
@@ -253,7 +254,7 @@ class Classifier:
     def _asking(self, tenant: Tenant, tier: str) -> Tenant | None:
         """The tenant, as it asks for a tier; None where there is no such tier."""
         asked = self._of_claims.get((tenant.name, tier))
-        if asked is None and (level := self._policy.level_of(tier)) is not None:
+        if asked is None and (level := self._policy.level_for(tier)) is not None:
             asked = self._of_claims[tenant.name, tier] = replace(tenant, level=level)
         return asked
 
@@ -268,7 +269,9 @@ class Classifier:
                 won = answer
                 break
         level, best = self._policy.default_level if won.level is None else won.level, tenant.max_level
-        ignored = tuple([name for name in self._statements(asked) if name != won.statement])
+        ignored: tuple[str, ...] = ()
+        if stated := self._statements(asked):
+            ignored = tuple([name for name in stated if name != won.statement])
         return Classification(tenant, max(level, best), won.source, level if level < best else None, ignored)
 
     def answers(self, asked: Asked, tenant: Tenant) -> list[SourceAnswer]:
@@ -277,11 +280,12 @@ class Classifier:
 
     def _statements(self, asked: Asked) -> list[str]:
         """Every field and header of a request that states a priority, the sidecar's or an engine's."""
-        payload = asked.payload
+        payload, own = asked.payload, self._policy.tier_header
         found = [] if payload.priority is None and payload.nvext is None else client_members(payload)
-        found += [name.decode("latin-1") for name in asked.taken]
-        if self._policy.tier_header in asked.headers:
-            found.append(self._policy.tier_header.decode("latin-1"))
+        if asked.stripped:
+            found += [name.decode("latin-1") for name in asked.stripped]
+        if own in asked.headers:
+            found.append(own.decode("latin-1"))
         return found
 
     def _body(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002  # every source is asked alike
@@ -307,7 +311,7 @@ class Classifier:
         name = self._policy.tier_header.decode("latin-1")
         text = raw.decode("latin-1").strip()
         value: object = text
-        if self._policy.level_of(text) is None:
+        if self._policy.level_for(text) is None:
             with suppress(ValueError):
                 value = float(text)
         return self._answer(TierSource.HEADER, name, value, raw)
@@ -329,7 +333,7 @@ class Classifier:
 
     def _answer(self, source: TierSource, where: str, value: object, raw: bytes) -> SourceAnswer:
         """The level of a tier's name, or of a number in [0, 1] with 1 the most important, rounded to the nearest."""
-        if isinstance(value, str) and (level := self._policy.level_of(value)) is not None:
+        if isinstance(value, str) and (level := self._policy.level_for(value)) is not None:
             return SourceAnswer(source, level, where, _shown(raw))
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
             return SourceAnswer(source, self._last - floor(value * self._last + 0.5), where, _shown(raw))

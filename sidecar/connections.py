@@ -21,13 +21,13 @@ from sidecar.app import AdmissionMiddleware
 from sidecar.leases import Admission, ThreadAdmission
 from sidecar.leases.no_engine import NoEngineHere
 from sidecar.leases.threads import LoopThread
-from sidecar.one_pool import policy_of
+from sidecar.one_pool import load_given
 from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE, store_address
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server import CannotServe
 from sidecar.server.app_lifespan import AppLifespan
-from sidecar.stores import store_of
+from sidecar.stores import find_store
 
 
 @asynccontextmanager
@@ -84,12 +84,12 @@ def connect_threads(
 
 def _middleware(store: str | None, given: str | Path | Policy | None, engine: str | None) -> AdmissionMiddleware:
     """The middleware of a process that serves nothing. Raises ValueError."""
-    policy, files = policy_of(given)
+    policy, files = load_given(given)
     if store is not None:
         policy = replace(policy, store=store_address(store))
-        if store_of(policy, os.environ) != policy.store:
+        if find_store(policy, os.environ) != policy.store:
             raise ValueError(f"{STORE_VARIABLE} names another store than the call of `connect`: leave one of them out")
-    elif store_of(policy, os.environ) is None:
+    elif find_store(policy, os.environ) is None:
         raise ValueError(
             "there is no pool to join, as the policy has no store: give its address, such as redis://HOST:6379/0, to "
             f"`connect`, in {STORE_VARIABLE}, or as the policy's `store`; code in the server's own process takes its "

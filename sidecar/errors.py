@@ -1,7 +1,8 @@
 """Errors that the admission controller answers in place of the engine's response, as one shallow tree.
 
 Each error knows its HTTP status, its stable `code` (which clients and dashboards match on) and, where waiting helps,
-the seconds after which to retry. `middleware/error_responses.py` writes them in OpenAI's and Anthropic's shapes.
+the seconds after which to retry. `admission/responses.py` writes them in OpenAI's and Anthropic's shapes. The first
+paragraph of a class's docstring is its row in docs/http.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class RemainingLimit(NamedTuple):
 
 
 class RemainingLimits(NamedTuple):
-    """What is left of a tenant's limits, None for a limit that it does not have. Every response reports it.
+    """Rest of a tenant's limits, None for a limit that it does not have. Every response reports it.
 
     `is_downgraded` says that the request was over the limits and entered at a lower tier: it counts in none of them.
     """
@@ -68,33 +69,33 @@ class InvalidBody(BadRequest):
 
 
 class InvalidHeader(BadRequest):
-    """A header that contradicts itself or cannot be read."""
+    """A header that contradicts itself, cannot be read, or was sent twice with two values."""
 
     code = "invalid_header"
 
 
 class InvalidHttp(BadRequest):
-    """Bytes that are no request, or whose framing contradicts itself."""
+    """Bytes that are no HTTP request, or whose framing contradicts itself (`sidecar serve`)."""
 
     code = "invalid_http"
 
 
 class HeadTooLarge(BadRequest):
-    """The request line and headers, trailers, or the framing of a chunk are over the bound."""
+    """Headers, trailers, or the framing of a chunk are over 64 KiB (`sidecar serve`)."""
 
     status = 431
     code = "headers_too_large"
 
 
 class HeadTimeout(BadRequest):
-    """The headers did not arrive in time."""
+    """The headers did not arrive within 30 s (`sidecar serve`)."""
 
     status = 408
     code = "headers_timeout"
 
 
 class RequestTooLarge(BadRequest):
-    """More tokens, or more sequences, than the tier could ever be given: refused at once, never a wait."""
+    """More tokens, or more sequences, than the tier's size limit, which the message names. It never waits."""
 
     code = "request_too_large"
     never_fits = True
@@ -108,7 +109,7 @@ class OutputTooLong(BadRequest):
 
 
 class TooManyChoices(BadRequest):
-    """More choices of a prompt than the policy's `max_choices` lets one request ask for."""
+    """More choices of a prompt (`n`, `best_of`) than the policy's `max_choices`."""
 
     code = "too_many_choices"
     never_fits = True
@@ -122,14 +123,14 @@ class UnsizedPrompt(BadRequest):
 
 
 class ModelNotFound(BadRequest):
-    """A model that no pool of the policy's `models` serves."""
+    """A model that no pool of the policy's `models` serves; the message lists them."""
 
     status = 404
     code = "model_not_found"
 
 
 class UnknownTier(BadRequest):
-    """A tier name that is not in the policy, or a number outside [0, 1]."""
+    """A tier name that is not in the policy, or a number outside [0, 1]; the message lists the tiers."""
 
     code = "unknown_tier"
 
@@ -161,14 +162,14 @@ class BackgroundNotAllowed(BadRequest):
 
 
 class NotGuarded(BadRequest):
-    """A path that the policy does not guard, and does not let pass (`unguarded`)."""
+    """A path that the policy does not guard, and does not let pass (`unguarded`); the message says how to guard it."""
 
     status = 404
     code = "not_guarded"
 
 
 class UpgradeRequired(BadRequest):
-    """A WebSocket on a path that the policy guards: it is served over HTTP alone."""
+    """A WebSocket on a path that the policy guards: clients such as Codex go on over HTTP."""
 
     status = 426
     code = "websocket_not_served"
@@ -182,14 +183,14 @@ class BodyTimeout(BadRequest):
 
 
 class BodyTooLarge(BadRequest):
-    """The body is over the policy's `max_body`."""
+    """The body is over the policy's `max_body`, an upload over `max_upload`, or it unpacks to more."""
 
     status = 413
     code = "body_too_large"
 
 
 class UnknownCoding(BadRequest):
-    """The body is compressed in a way that is not read here. `known` is the value of `accept-encoding`: what is."""
+    """The body is compressed in a way that is not read; `accept-encoding` lists what is."""
 
     status = 415
     code = "unsupported_encoding"
@@ -200,9 +201,10 @@ class UnknownCoding(BadRequest):
 
 
 class TenantLimit(AdmissionError):
-    """Over the tenant's own limits. `retry_after_s` is when the request would conform, `allowance` what is left.
+    """The tenant is over its own limits; the message says which, and when the request fits.
 
-    It is exact for the limits by the minute, and an estimate for `concurrent_requests`.
+    `retry_after_s` is when the request would conform, `allowance` what is left. It is exact for the limits by the
+    minute, and an estimate for `concurrent_requests`.
     """
 
     status = 429
@@ -216,7 +218,7 @@ class TenantLimit(AdmissionError):
 
 
 class EngineUnreachable(AdmissionError):
-    """The reverse proxy could not connect to the engine, or the engine broke off before it answered.
+    """The engine could not be reached, or broke off before it answered; the tenant is charged nothing.
 
     `trouble` says what is wrong, with the engine's address: for the operator, and never for the client. `is_connected`
     says that there was a connection.
@@ -235,7 +237,7 @@ class EngineUnreachable(AdmissionError):
 
 
 class EngineTimeout(AdmissionError):
-    """The engine did not answer within the reverse proxy's limit."""
+    """The engine took longer than `timeouts` allow; the tenant is charged nothing."""
 
     status = 504
     code = "engine_timeout"
@@ -243,7 +245,7 @@ class EngineTimeout(AdmissionError):
 
 
 class NotStarted(AdmissionError):
-    """The middleware could not start: the server, or the environment, is not one that it can serve in."""
+    """The mounted middleware cannot serve in this server or environment; the server's log says why."""
 
     status = 500
     code = "not_started"
@@ -251,7 +253,7 @@ class NotStarted(AdmissionError):
 
 
 class TenantNotFound(AdmissionError):
-    """The app's function that names the tenants failed."""
+    """The app's function that names the tenants failed: see the log."""
 
     status = 500
     code = "tenant_failed"
@@ -259,7 +261,7 @@ class TenantNotFound(AdmissionError):
 
 
 class LoopDetected(AdmissionError):
-    """The request came back to the sidecar whose proxy had sent it: the proxy's address leads to itself."""
+    """The request came back to the sidecar that had sent it: `--upstream` leads to the sidecar itself."""
 
     status = 508
     code = "loop_detected"
@@ -275,7 +277,7 @@ class Unavailable(AdmissionError):
 
 
 class QueueFull(Unavailable):
-    """The queue of the tier at `level` holds as many requests as the policy allows."""
+    """The tier's queue in this process holds `max_requests` already."""
 
     code = "queue_full"
 
@@ -285,19 +287,19 @@ class QueueFull(Unavailable):
 
 
 class QueueTimeout(Unavailable):
-    """The request waited as long as its tier, or its client, allows."""
+    """It waited for `max_wait`, or as long as its client allows."""
 
     code = "queue_timeout"
 
 
 class NoEngine(Unavailable):
-    """The request waited as long as its tier, or its client, allows, and no engine could be reached."""
+    """It waited for `max_wait`, or as long as its client allows, and no engine could be reached."""
 
     code = "no_engine"
 
 
 class StoreUnavailable(Unavailable):
-    """The leases live in a store that cannot be reached, and this process may not, or cannot, admit without it."""
+    """The shared pool's store cannot be reached, and this process may not, or cannot, admit without it."""
 
     code = "store_unavailable"
 
@@ -315,7 +317,7 @@ class IssuerUnavailable(Unavailable):
 
 
 class CapacityUnknown(Unavailable):
-    """The pool's size is what the engine says, and the engine has not said it yet."""
+    """The pool's size is read from the engine (`capacity: {from: engine}`), and was not read yet."""
 
     code = "capacity_unknown"
 

@@ -50,7 +50,7 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Expectation(msgspec.Struct, frozen=True, gc=False):
-    """What a request was expected to use when it entered the pool, where output lengths are learned.
+    """Expected use of a request when it entered the pool, where output lengths are learned.
 
     `output_tokens` is the assumed length of each of its `sequences`, `source` where that comes from: own, tenants
     or maximum (nothing is known: what the old rule holds). `samples` are the answers that its length
@@ -208,7 +208,7 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
 
 
 class ServiceGain(msgspec.Struct, frozen=True, gc=False):
-    """What a request earned, in weighted tokens that came before their deadlines, of what it could have earned.
+    """Gain of a request, in weighted tokens that came before their deadlines, of what it could have earned.
 
     `slo` is its outcome by its tier's objective: met, ttft, tpot, refused or abandoned.
     """
@@ -363,10 +363,10 @@ class Observer(Protocol):
     """Makes an `Observation` for a request, or None where this one is not observed."""
 
     def listens(self) -> bool:
-        """Whether requests are observed now: where they are not, `received` returns None."""
+        """True if requests are observed now: where they are not, `received` returns None."""
 
     def follows(self) -> bool:
-        """Whether each event of a request is to be told as it comes. Else it is told of those that fail, at their end.
+        """True if each event of a request is to be told as it comes. Else it is told of those that fail, at their end.
 
         `received` is called then, and after it come all events that there were.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def how_to_install(extra: str) -> str:
-    """What installs an extra, for the end of a sentence.
+    """Command that installs an extra, for the end of a sentence.
 
     Always a path: no registry has this package, so whoever registers its name there would be installed.
     """

@@ -1,4 +1,4 @@
-"""What our server, the middleware and our proxy hand one another in a request's scope, beyond ASGI.
+"""Fields of a request's scope, beyond ASGI, that our server, the middleware and our proxy hand one another.
 
 Each works without the others: a scope has only what the one around put there.
 
@@ -40,18 +40,18 @@ class AppCall(Protocol):
         """
 
 
-def call_of(scope: Scope) -> AppCall | None:
+def find_call(scope: Scope) -> AppCall | None:
     """The call of an admitted request; None for any other request."""
     call: AppCall | None = scope.get(CALL_KEY)
     return call
 
 
 def is_internal(scope: Scope) -> bool:
-    """Whether the sidecar itself asks."""
+    """True if the sidecar itself asks."""
     return INTERNAL_REQUEST in scope.get("extensions", {})
 
 
-def write_of(scope: Scope) -> Write | None:
+def find_write(scope: Scope) -> Write | None:
     """The `write` of a request's response; None where there is none."""
     write: Write | None = (scope.get("extensions") or {}).get(_WRITE)
     return write

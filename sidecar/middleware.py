@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
@@ -47,6 +46,8 @@ def with_cors(app: ASGIApp, cors: Cors) -> ASGIApp:
     Without credentials, which for a browser are cookies: keys are headers that the page sets itself. So `*` in what is
     exposed means every header, the engine's own as well.
     """
+    from starlette.middleware.cors import CORSMiddleware  # a tenth of the import, and few policies ask for it
+
     return CORSMiddleware(
         app,
         allow_origins=cors.origins,

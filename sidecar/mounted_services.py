@@ -1,5 +1,5 @@
-"""What runs beside an app as long as its server does: its pool and its watches, and mounted also logs, telemetry and
-admin pages, by the environment.
+"""Services that run beside an app as long as its server does: its pool and its watches, and mounted also logs,
+telemetry and admin pages, by the environment.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 def has_admin_port(environment: Mapping[str, str]) -> bool:
-    """Whether the environment asks for the admin pages."""
+    """True if the environment asks for the admin pages."""
     return bool(environment.get(PORT_VARIABLE, "").strip())
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.policy_snapshot import objective_of
+from sidecar.admission.policy_snapshot import objective_for
 from sidecar.cluster.document import EngineStatus
 from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.sampler import KINDS, PoolSampler
@@ -226,7 +226,7 @@ class Observability:
 
 
 def _notices(controller: AdmissionController) -> Sequence[str]:
-    """Those of the live page, whose first sentence is about the engine already."""
+    """Notices of the live page, whose first sentence is about the engine already."""
     of_engine = controller.engine_watch.readiness()
     return [notice for notice in (*controller.readiness(), *controller.notices()) if notice not in of_engine]
 
@@ -252,7 +252,7 @@ def _place(pool: Pool, tiers: Sequence[str], record: RequestRecord) -> int | Non
 
 def _measured(policy: Policy) -> Sequence[str]:
     """The tiers whose service gain is measured."""
-    return [tier.name for tier in policy.tiers if objective_of(tier) is not None]
+    return [tier.name for tier in policy.tiers if objective_for(tier) is not None]
 
 
 def _engine_speeds(controller: AdmissionController) -> Sequence[EngineSpeedDocument]:

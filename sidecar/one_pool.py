@@ -46,8 +46,8 @@ _log = logging.getLogger("sidecar.app")
 
 
 class PolicySource(NamedTuple):
-    """What makes two middlewares one: the policy's file, or the loaded policy where it was given so, and the options
-    of their construction.
+    """Identity of the pool that two middlewares share: the policy's file, or the loaded policy where it was given so,
+    and the options of their construction.
     """
 
     path: Path | None
@@ -55,7 +55,7 @@ class PolicySource(NamedTuple):
     options: tuple[object, ...]
 
     def is_same(self, other: PolicySource) -> bool:
-        """Whether both are the same file, be it by another path, or equal policies."""
+        """True if both are the same file, be it by another path, or equal policies."""
         if self.options != other.options:
             return False
         if self.path is None or other.path is None:
@@ -73,21 +73,21 @@ def _is_same_file(path: Path, other: Path) -> bool:
         return os.path.abspath(files[0]) == os.path.abspath(files[1])
 
 
-def source_of(
+def new_source(
     given: str | Path | Policy | None, files: PolicyFiles | None, options: tuple[object, ...]
 ) -> PolicySource:
     """The source of a middleware that was given so."""
     if isinstance(given, Policy):
         return PolicySource(None if files is None else files.path, given, options)
-    path = _path_of(given)
+    path = _policy_path(given)
     return PolicySource(Path(path) if path else None, None, options)
 
 
-def _path_of(given: str | Path | None) -> str | Path:
+def _policy_path(given: str | Path | None) -> str | Path:
     return given or os.environ.get(POLICY_VARIABLE, "")
 
 
-def policy_of(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | None]:
+def load_given(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | None]:
     """The policy, and its files where it was not loaded before. Without a path SIDECAR_POLICY says where it is.
 
     Raises ValueError where there is none, PolicyError for its mistakes.
@@ -95,12 +95,12 @@ def policy_of(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | 
     if isinstance(given, Policy):
         return given, None
     from sidecar.policy.passing import load_or_pass
-    from sidecar.policy.reload import files_of
+    from sidecar.policy.reload import files_for
 
-    path = _path_of(given)
+    path = _policy_path(given)
     if not path and not is_forced(os.environ):
         raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
-    return load_or_pass(path, os.environ).policy, files_of(path, os.environ)
+    return load_or_pass(path, os.environ).policy, files_for(path, os.environ)
 
 
 class PoolMiddleware(Protocol):
@@ -160,22 +160,22 @@ class OnePool:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several middlewares have it."""
+        """True if several middlewares have it."""
         return len(self.members) > 1
 
     def may_be_joined(self) -> bool:
-        """Whether a middleware that is constructed now is another of the same app: nothing was served yet, or it is
+        """True if a middleware that is constructed now is another of the same app: nothing was served yet, or it is
         served in this very event loop. Else it is one of an app made anew.
         """
         is_in_use = bool(self.members) and not self._has_ended
         return is_in_use and (self._loop is None or self._loop is _running_loop())
 
     def serves_here(self) -> bool:
-        """Whether a lifespan is open in the running event loop: whatever else serves there is of the same app."""
+        """True if a lifespan is open in the running event loop: whatever else serves there is of the same app."""
         return self.has_lifespan and self._loop is _running_loop()
 
     def is_elsewhere(self) -> bool:
-        """Whether an event loop that runs in another thread is served."""
+        """True if an event loop that runs in another thread is served."""
         return self._loop is not None and self._loop is not _running_loop() and self._loop.is_running()
 
     def join(self, member: PoolMiddleware) -> None:
@@ -192,7 +192,7 @@ class OnePool:
 
     @property
     def has_lifespan(self) -> bool:
-        """Whether a lifespan has reached one of its middlewares, and has not ended."""
+        """True if a lifespan has reached one of its middlewares, and has not ended."""
         return self._lifespans > 0
 
     def begin_serving(self) -> None:
@@ -291,7 +291,7 @@ _pools: WeakSet[OnePool] = WeakSet()
 """Those of this process, but for what a caller keeps for itself."""
 
 
-def pool_of(source: PolicySource) -> OnePool | None:
+def find_pool(source: PolicySource) -> OnePool | None:
     """The pool that a further middleware of `source` joins; None where it is the first."""
     return next((pool for pool in tuple(_pools) if pool.may_be_joined() and pool.source.is_same(source)), None)
 

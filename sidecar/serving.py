@@ -15,7 +15,7 @@ from sidecar.admin.auth import Access, AdminGuard
 from sidecar.app import AdmissionMiddleware
 from sidecar.policy.model import Mode, Policy
 from sidecar.policy.passing import load_or_pass
-from sidecar.policy.reload import files_of
+from sidecar.policy.reload import files_for
 from sidecar.policy.warnings import warnings
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.server import Served
@@ -30,7 +30,7 @@ _log = logging.getLogger("sidecar.serve")
 
 
 class ServeSettings(msgspec.Struct, frozen=True):
-    """What the command line says. `policy` is a path; `upstream` is None where the policy names its engines.
+    """Settings of the command line. `policy` is a path; `upstream` is None where the policy names its engines.
 
     `access_log` is None where the environment says it.
     `host` may be a Unix socket's address; `port` says nothing then. The files of a certificate are None without TLS.
@@ -68,9 +68,9 @@ class Serving:
     def __init__(self, settings: ServeSettings, policy: Policy, access: Access | None = None) -> None:
         self._grace_s, self._is_open = settings.grace_s, False
         self.middleware = AdmissionMiddleware(
-            proxy_of(settings.upstream, policy),
+            new_proxy(settings.upstream, policy),
             policy,
-            files=files_of(settings.policy, os.environ),
+            files=files_for(settings.policy, os.environ),
             is_shown=True,
             takes_over_pool=settings.takes_over_pool,
             environment=_environment(settings),
@@ -117,7 +117,7 @@ def _environment(settings: ServeSettings) -> Mapping[str, str]:
     return os.environ if settings.access_log is None else {**os.environ, ACCESS_VARIABLE: settings.access_log}
 
 
-def proxy_of(upstream: str | None, policy: Policy) -> ASGIApp | None:
+def new_proxy(upstream: str | None, policy: Policy) -> ASGIApp | None:
     """The proxy to the engine; None where the policy names its engines. Raises ValueError."""
     if policy.engines is None and upstream is None:
         raise ValueError(

@@ -10,13 +10,13 @@ CANCEL_AGAIN_S = 0.05
 
 
 def is_canceled_again(task: asyncio.Task[object] | None) -> bool:
-    """Whether a task that was canceled by its own doing was canceled by another, too: a server that stops."""
+    """True if a task that was canceled by its own doing was canceled by another, too: a server that stops."""
     # 3.10 does not count cancellations: the server's in the same instant is taken for our own.
     return sys.version_info >= (3, 11) and task is not None and task.uncancel() > 0
 
 
 def is_in_event_loop() -> bool:
-    """Whether an event loop runs in this thread."""
+    """True if an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

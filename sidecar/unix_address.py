@@ -15,7 +15,7 @@ MOST_BYTES = 107 if sys.platform.startswith("linux") else 103
 """The system's own bound on a socket's path (`sun_path`, less its last NUL)."""
 
 
-def path_of(address: str) -> str | None:
+def socket_path(address: str) -> str | None:
     """The path in `address`; None where it is an address of another kind. Raises ValueError for what is no path."""
     if not address.lower().startswith(SCHEME):
         return None
@@ -29,14 +29,14 @@ def path_of(address: str) -> str | None:
     return path
 
 
-def url_of(address: str) -> str:
-    """What an HTTP client is given for `address`, beside `connector_to`."""
-    return address if path_of(address) is None else BASE
+def url_for(address: str) -> str:
+    """URL that an HTTP client is given for `address`, beside `connector_to`."""
+    return address if socket_path(address) is None else BASE
 
 
 def connector_to(address: str) -> aiohttp.BaseConnector:
     """Connections to `address`, without a limit on their number."""
     import aiohttp
 
-    path = path_of(address)
+    path = socket_path(address)
     return aiohttp.TCPConnector(limit=0) if path is None else aiohttp.UnixConnector(path, limit=0)

@@ -22,11 +22,11 @@ docs/many-replicas.md."""
 
 
 def version_document() -> Mapping[str, str | None]:
-    """What runs here, in JSON types."""
+    """The versions that run here, in JSON types."""
     return {"version": __version__, "commit": commit(), "store_layout": str(STORE_LAYOUT)}
 
 
 def version_line() -> str:
-    """What `sidecar --version` prints."""
+    """Line that `sidecar --version` prints."""
     built_from = (found := commit()) and f"commit {found}, "
     return f"admission-sidecar {__version__} ({built_from or ''}store layout {STORE_LAYOUT})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,6 +20,9 @@ import sidecar
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "sidecar").rglob("*.py"))
 LONGEST_MODULE, LONGEST_FUNCTION = 600, 60  # a file exists because a reader looks for it, not for its length
+
+
+VAGUE_OPENING = re.compile(r"(What|Those|So|Whether|The same)\b")  # such a sentence names no subject
 
 
 def undocumented(node: ast.Module | ast.ClassDef, inside: str = "") -> list[tuple[int, str]]:
@@ -75,6 +79,46 @@ def test_a_module_that_is_long_and_silent_is_found() -> None:
         "601: more than 600 lines",
         "8: long has 60 lines or more",
     ]
+
+
+def vague_openings(text: str) -> list[int]:
+    """Lines of docstrings that begin with a word that names no subject."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return [
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, kinds) and VAGUE_OPENING.match(ast.get_docstring(node) or "")
+    ]
+
+
+def test_docstrings_begin_with_their_subject() -> None:
+    wrong = {str(path.relative_to(ROOT)): vague_openings(path.read_text(encoding="utf-8")) for path in MODULES}
+    assert {name: lines for name, lines in wrong.items() if lines} == {}
+
+
+def test_a_docstring_without_a_subject_is_found() -> None:
+    """A negative control."""
+    assert vague_openings('"""What it is."""\ndef one():\n    """Somewhat."""\ndef two():\n    """The same."""') == [
+        1,
+        5,
+    ]
+
+
+def nameless_makers(text: str) -> list[str]:
+    """Functions whose name has no verb: `ticket_of` is `new_ticket`, `objective_of` is `objective_for`."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    names = [node.name.strip("_") for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    return [name for name in names if name.endswith("_of") and name != "one_of"]
+
+
+def test_functions_say_what_they_do() -> None:
+    found = {str(path.relative_to(ROOT)): nameless_makers(path.read_text(encoding="utf-8")) for path in MODULES}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_a_function_without_a_verb_is_found() -> None:
+    """A negative control."""
+    assert nameless_makers("def _ticket_of(): ...\ndef _one_of(): ...") == ["ticket_of"]
 
 
 def shared_names(texts: Mapping[str, str]) -> dict[str, list[str]]:

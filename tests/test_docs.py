@@ -141,6 +141,21 @@ def test_the_picture_of_a_pool_is_that_of_the_shipped_policy() -> None:
     assert (DOCS / "pictures" / "pool.svg").read_text(encoding="utf-8") == drawn
 
 
+def test_the_lists_of_the_reference_are_those_of_the_declarations() -> None:
+    script = runpy.run_path(str(DOCS / "lists.py"))
+    for page in script["PAGES"]:
+        assert script["current"](page) == page.read_text(encoding="utf-8"), "run: python docs/lists.py"
+
+
+def test_the_page_has_every_header_that_the_middleware_reads_or_writes() -> None:
+    modules = [*(ROOT / "sidecar" / "admission").rglob("*.py"), ROOT / "sidecar" / "gain" / "token_deadlines.py"]
+    ours = r'b"((?:x-(?:admission|slo|llm-d|ratelimit|should|stainless|request)|retry-after|server-timing)[a-z-]*)"'
+    headers = {name for module in modules for name in re.findall(ours, module.read_text(encoding="utf-8"))}
+    assert len(headers) > 15
+    page = (DOCS / "http.md").read_text(encoding="utf-8")
+    assert {name for name in headers if f"`{name}" not in page} == set()
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     """A negative control: the tests above can fail."""
     there = "# A part: `of` it, twice\n```sh\n# a comment\n```\n# A part [of](x.md) it, twice\n"

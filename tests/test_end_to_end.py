@@ -11,15 +11,11 @@ import contextlib
 import contextvars
 import json
 import shutil
-import signal
-import subprocess
-import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +41,7 @@ from tests.support.commands import address, command
 from tests.support.late import openai
 from tests.support.middleware import TestedMiddleware
 from tests.support.serving import serving
+from tests.telemetry.span_stories import parent_id, span_id
 
 INTERACTIVE, STANDARD, RESEARCH = "sk-demo-interactive", "sk-demo-standard", "sk-demo-research"
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -90,61 +87,41 @@ def write_policy(
 
 @dataclass
 class Stack:
-    """A running engine, the sidecar before it, and both processes."""
+    """A running engine with the sidecar before it."""
 
     url: str
     admin_url: str
-    engine: subprocess.Popen[str]
-    sidecar: subprocess.Popen[str]
 
     def client(self, key: str, base: str = "/v1") -> openai.OpenAI:
         """A client that gives up at once: what it is refused, the test sees."""
         return openai.OpenAI(api_key=key, base_url=self.url + base, max_retries=0, timeout=90)
 
-    def state(self) -> Any:
-        with urllib.request.urlopen(f"{self.admin_url}/state", timeout=10) as response:
-            return json.load(response)
-
-    def until(self, *, leases: int, waiting: int = 0) -> None:
-        """Waits until the pool holds just so many."""
+    def until_empty(self) -> None:
         end_s = time.monotonic() + 60
-        while (found := (self.state()["pool"]["leases"], self.state()["pool"]["waiting"])) != (leases, waiting):
-            assert time.monotonic() < end_s, f"leases and waiting: wanted {(leases, waiting)}, got {found}"
+        while self._leases():
+            assert time.monotonic() < end_s
             time.sleep(0.005)
 
-
-@contextlib.contextmanager
-def running_stack(folder: Path) -> Iterator[Stack]:
-    emulated = ("emulate", "--engine", "tensorrt-llm", "--port", "0", "--step-ms", "10", "--max-num-seqs", str(SLOTS))
-    with command(*emulated) as engine:
-        served = ("--upstream", address(engine), "--policy", str(write_policy(folder)))
-        with command("serve", *served, "--port", "0", "--admin-port", "0") as sidecar:
-            yield Stack(address(sidecar), address(sidecar), engine, sidecar)
+    def _leases(self) -> int:
+        with urllib.request.urlopen(f"{self.admin_url}/state", timeout=10) as response:
+            return int(json.load(response)["pool"]["leases"])
 
 
 @pytest.fixture(scope="module")
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("policies")) as stack:
-        yield stack
+    emulated = ("emulate", "--engine", "tensorrt-llm", "--port", "0", "--step-ms", "10", "--max-num-seqs", str(SLOTS))
+    policy = str(write_policy(tmp_path_factory.mktemp("policies")))
+    with command(*emulated) as engine:
+        served = ("--upstream", address(engine), "--policy", policy, "--port", "0", "--admin-port", "0")
+        with command("serve", *served) as sidecar:
+            yield Stack(address(sidecar), address(sidecar))
 
 
 @pytest.fixture
 def stack(shared_stack: Stack) -> Iterator[Stack]:
     """One stack for all tests; none may leave anything in it."""
     yield shared_stack
-    shared_stack.until(leases=0)
-
-
-@contextlib.contextmanager
-def filled(stack: Stack, key: str = RESEARCH, slots: int = SLOTS) -> Iterator[contextlib.ExitStack]:
-    """Streams without an end in every slot; closing what is given frees them all."""
-    with contextlib.ExitStack() as streams:
-        client = streams.enter_context(stack.client(key))
-        for _ in range(slots):
-            stream = client.chat.completions.create(model="m", messages=HELLO, max_tokens=FOREVER, stream=True)
-            next(iter(streams.enter_context(stream)))
-        stack.until(leases=slots)
-        yield streams
+    shared_stack.until_empty()
 
 
 @pytest.mark.parametrize(
@@ -198,22 +175,6 @@ def test_every_api_of_the_client_works_and_what_is_not_guarded_passes(stack: Sta
         assert [model.id for model in client.models.list()] == ["emulated"]
 
 
-def test_a_stream_comes_chunk_by_chunk(stack: Stack) -> None:
-    times_s, usage = [], None
-    with stack.client(STANDARD) as client:
-        stream = client.chat.completions.create(
-            model="m", messages=HELLO, max_tokens=40, stream=True, stream_options={"include_usage": True}
-        )
-        for chunk in stream:
-            times_s.append(time.monotonic())
-            usage = chunk.usage or usage
-    assert usage is not None
-    assert usage.completion_tokens == 40
-    # 40 tokens, a step of 10 ms each: what was held back would come in far fewer moments, or in one.
-    assert times_s[-1] - times_s[0] > 0.3
-    assert sum(later - earlier > 0.003 for earlier, later in pairwise(times_s)) > 20
-
-
 @pytest.mark.anyio
 async def test_many_asynchronous_clients_at_once_all_get_their_whole_answers(stack: Stack) -> None:
     async with openai.AsyncOpenAI(api_key=STANDARD, base_url=f"{stack.url}/v1", max_retries=0, timeout=90) as client:
@@ -230,107 +191,6 @@ async def test_many_asynchronous_clients_at_once_all_get_their_whole_answers(sta
 
         sizes = list(range(2, 14))
         assert await asyncio.gather(*map(streamed, sizes), *map(whole, sizes)) == sizes * 2
-
-
-@pytest.mark.long
-def test_under_overload_high_is_answered_before_batch_that_came_first(stack: Stack) -> None:
-    answered: list[str] = []
-
-    def ask(key: str) -> None:
-        # A slot that comes free late lets the last of high in together with the first of batch: they must not tie.
-        tokens = 5 if key == INTERACTIVE else 20
-        with stack.client(key) as client:
-            answer = client.chat.completions.with_raw_response.create(model="m", messages=HELLO, max_tokens=tokens)
-        answered.append(answer.headers["x-admission-tier"])
-        waits_ms.append(int(answer.headers["x-admission-wait-ms"]))
-
-    waits_ms: list[int] = []
-    with filled(stack) as streams:
-        threads = [threading.Thread(target=ask, args=(key,)) for key in [RESEARCH] * 6 + [INTERACTIVE] * 4]
-        for count, thread in enumerate(threads, 1):
-            thread.start()
-            stack.until(leases=SLOTS, waiting=count)
-        time.sleep(0.01)  # the last to come waits too: what is reported is whole milliseconds
-        streams.close()
-        for thread in threads:
-            thread.join()
-    assert answered == ["high"] * 4 + ["batch"] * 6
-    assert min(waits_ms) > 0
-
-
-def test_refusals_are_the_clients_own_exceptions(stack: Stack) -> None:
-    with stack.client("sk-nobody") as client, pytest.raises(openai.AuthenticationError) as refused:
-        client.chat.completions.create(model="m", messages=HELLO)
-    assert refused.value.code == "invalid_api_key"
-
-    with stack.client(STANDARD) as client:
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model="m", messages=HELLO, extra_body={"priority": "hihg"})
-        assert refused.value.code == "unknown_tier"
-        assert "critical, high, normal, low, batch" in refused.value.message
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model="m", messages=HELLO, max_tokens=2_000_000)
-        assert refused.value.code == "request_too_large"
-        # Not ours: the engine's own refusal passes as it is.
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model="m", messages=HELLO, extra_body={"no_such_field": 1})
-        assert "Extra inputs are not permitted" in refused.value.response.text
-
-
-def test_a_pool_that_is_full_is_an_exception_that_says_when_to_come_again(stack: Stack) -> None:
-    soon = {"x-admission-max-wait": "50ms"}
-    with filled(stack) as streams, stack.client(RESEARCH) as client:
-        with pytest.raises(openai.InternalServerError) as refused:
-            client.chat.completions.create(model="m", messages=HELLO, extra_headers=soon)
-        assert (refused.value.status_code, refused.value.code) == (503, "queue_timeout")
-        assert float(refused.value.response.headers["retry-after"]) >= 1
-
-        waiting = [threading.Thread(target=_ask, args=(stack,)) for _ in range(6)]
-        for thread in waiting:
-            thread.start()
-        stack.until(leases=SLOTS, waiting=6)
-        with pytest.raises(openai.InternalServerError) as refused:
-            client.chat.completions.create(model="m", messages=HELLO)
-        assert (refused.value.status_code, refused.value.code) == (503, "queue_full")
-        streams.close()
-        for thread in waiting:
-            thread.join()
-
-
-def _ask(stack: Stack) -> None:
-    with stack.client(RESEARCH) as client:
-        client.chat.completions.create(model="m", messages=HELLO, max_tokens=2)
-
-
-@pytest.mark.long
-def test_a_client_that_leaves_in_mid_stream_frees_its_slot_at_the_engine(stack: Stack) -> None:
-    with filled(stack) as streams:
-        streams.close()
-        stack.until(leases=0)
-    # As many again run at once: the engine, too, has all its slots back.
-    with filled(stack, INTERACTIVE):
-        pass
-
-
-@pytest.mark.long
-def test_sigterm_refuses_the_new_finishes_the_running_and_ends_with_0(tmp_path: Path) -> None:
-    with running_stack(tmp_path) as stack, stack.client(STANDARD) as running, stack.client(STANDARD) as late:
-        stream = running.chat.completions.create(model="m", messages=HELLO, max_tokens=150, stream=True)
-        chunks = iter(stream)
-        next(chunks)
-        assert late.models.list().data  # opens the connection on which it is refused
-        stack.sidecar.send_signal(signal.SIGTERM)
-        end_s = time.monotonic() + 60
-        while not stack.state()["draining"]:
-            assert time.monotonic() < end_s
-        with pytest.raises(openai.InternalServerError) as refused:
-            late.chat.completions.create(model="m", messages=HELLO)
-        assert (refused.value.status_code, refused.value.code) == (503, "draining")
-        rest = list(chunks)
-        assert len(rest) >= 149
-        assert rest[-1].choices[0].finish_reason == "length"
-        assert stack.sidecar.wait(60) == 0
-        assert stack.engine.poll() is None
 
 
 # Every engine behind the proxy, in this process
@@ -575,7 +435,7 @@ def length_us(span: ReadableSpan) -> int:
 
 
 @pytest.mark.anyio
-async def test_the_trace_of_an_overload_says_what_the_scheduler_did(tmp_path: Path) -> None:
+async def test_the_trace_of_an_overload_is_one_with_the_clients_and_says_what_the_scheduler_did(tmp_path: Path) -> None:
     count = 120
     traces = await traced_overload(tmp_path, count)
     assert len(traces.spans) == len(traces.expected) == count
@@ -593,13 +453,6 @@ async def test_the_trace_of_an_overload_says_what_the_scheduler_did(tmp_path: Pa
         assert ahead == expected.served_ahead
         assert ("admission.queued" in spans) == (expected.queue_wait_us > 0)
         assert ("admission.starved" in spans) == (expected.starvation_us > 0)
-
-
-@pytest.mark.anyio
-async def test_the_bars_of_a_trace_are_exactly_as_long_as_the_waits(tmp_path: Path) -> None:
-    traces = await traced_overload(tmp_path, 60)
-    for trace, expected in traces.expected.items():
-        spans = traces.spans[trace]
         if "admission.queued" in spans:
             assert length_us(spans["admission.queued"]) == expected.queue_wait_us
             assert spans["admission.queued"].end_time == spans["engine"].start_time
@@ -607,19 +460,10 @@ async def test_the_bars_of_a_trace_are_exactly_as_long_as_the_waits(tmp_path: Pa
             assert length_us(spans["admission.starved"]) == expected.starvation_us
             assert spans["admission.starved"].end_time == spans["admission.queued"].end_time
 
-
-@pytest.mark.anyio
-async def test_the_client_the_sidecar_and_the_engine_are_one_trace(tmp_path: Path) -> None:
-    traces = await traced_overload(tmp_path, 20)
-    assert len(traces.to_engine) == 20
+    assert len(traces.to_engine) == count
     for traceparent in traces.to_engine:
         _, trace, parent, flags = traceparent.split("-")
-        spans = traces.spans[trace]
-        admission, engine = spans["admission"], spans["engine"]
-        assert admission.parent is not None
-        assert engine.parent is not None
-        assert admission.context is not None
-        assert engine.context is not None
-        assert admission.parent.span_id == int(trace, 16)  # `overload` numbers both alike
-        assert engine.parent.span_id == admission.context.span_id
-        assert (parent, flags) == (f"{engine.context.span_id:016x}", "01")
+        admission, engine = (traces.spans[trace][name] for name in ("admission", "engine"))
+        assert parent_id(admission) == int(trace, 16)  # `overload` numbers both alike
+        assert parent_id(engine) == span_id(admission)
+        assert (parent, flags) == (f"{span_id(engine):016x}", "01")

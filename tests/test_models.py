@@ -267,58 +267,6 @@ async def test_metrics_have_each_request_in_one_pool(stack: ModelsStack) -> None
     ]
 
 
-async def test_the_admin_port_leads_to_each_pool(stack: ModelsStack) -> None:
-    links = {link["model"]: link for link in stack.admin("/models")["models"]}
-    assert {name: (link["pool"], link["reasons"]) for name, link in links.items()} == {
-        LLAMA: (f"default/{LLAMA}", []),
-        QWEN: ("default/qwen-7b", []),
-    }
-    for link in links.values():
-        assert "overview/stream" in stack.text(link["path"])
-        assert f'href="{link["path"].lstrip("/")}"' in stack.text("/")
-        assert "admission_" in stack.text(f"{link['path']}metrics")
-        assert "overview/stream" in stack.text(link["path"].rstrip("/"))  # redirected
-    for path in ("/overview", "/observed", "/models/gpt-4/overview", "/models/meta/overview"):
-        error = stack.admin(path)["error"]
-        assert error["code"] == "unknown_model"
-        assert error["message"].endswith(f"; the pools' pages are at /models/{LLAMA}/, /models/qwen-7b/")
-
-
-async def test_explain_says_what_happens(stack: ModelsStack, tmp_path: Path) -> None:
-    for members in (
-        {"model": QWEN},
-        {"model": LORA},
-        {"model": "gpt-4"},
-        {"model": None},
-        {"model": 3},
-        {"model": QWEN, "max_tokens": 19_999_999},
-    ):
-        body = tmp_path / "body.json"
-        body.write_text(json.dumps({"max_tokens": 3, "messages": HELLO, **members}))
-        found = await explained(stack, body, tmp_path / "found.json")
-        headers = {"authorization": f"Bearer {KEY}"}
-        async with (
-            aiohttp.ClientSession(headers=headers) as client,
-            client.post(f"{stack.url}/v1/chat/completions", data=body.read_bytes()) as response,
-        ):
-            answer = await response.json()
-            if "error" in found:
-                assert (response.status, answer["error"]["code"]) == (found["error"]["status"], found["error"]["code"])
-                if found["error"]["code"] != "request_too_large":  # the sidecar has learned how long a token is
-                    assert answer["error"]["message"] == found["error"]["message"]
-            else:
-                assert response.status == 200
-                assert response.headers["x-admission-engine"] in found["placement"]["engines"]
-
-
-async def explained(stack: ModelsStack, body: Path, found: Path) -> Any:
-    from sidecar.cli import main
-
-    arguments = ["--path", "/v1/chat/completions", "--body", str(body), "--key", KEY, "--json", str(found)]
-    await asyncio.to_thread(main, ["explain", str(stack.folder), *arguments])
-    return json.loads(await asyncio.to_thread(found.read_text))
-
-
 # -- tests that change the stack: each has one of its own
 
 

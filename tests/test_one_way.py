@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.admission.controller import AdmissionController, Services, Unmonitored
-from sidecar.admission.request_path import by_path, endpoint_of
+from sidecar.admission.request_path import by_path, find_endpoint
 from sidecar.cli.explain_policy import RequestExplanation
 from sidecar.errors import AdmissionError
 from sidecar.events import Classified, Observed, Refused, Settled, Verdict
@@ -439,7 +439,7 @@ def test_so_it_is_for_what_was_found_once(policies: list[Loaded], file: Path) ->
     line, *lines = head.split(b"\r\n")
     pairs = [(name.lower(), value.strip()) for name, _, value in (one.partition(b":") for one in lines)]
     path, _, query = line.split(b" ")[1].partition(b"?")
-    if endpoint_of(by_path(policies[0].policy.endpoints), {"path": path.decode()}) is not None:
+    if find_endpoint(by_path(policies[0].policy.endpoints), {"path": path.decode()}) is not None:
         for loaded in policies:
             compare(loaded, Sent(path.decode(), pairs, body, query))
 

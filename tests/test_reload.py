@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -161,44 +160,6 @@ async def test_a_removed_tenants_key_stops_within_a_second(tmp_path: Path) -> No
             await until(lambda before=before: site.sidecar.controller.policy.generation != before)
             await asyncio.sleep(0.3)  # in another moment of its round
         assert min(took_s) < 1.0, took_s
-
-
-async def test_a_config_map_is_swapped_whole(tmp_path: Path) -> None:
-    """As kubelet does it: a folder with everything new, and one link that is renamed onto the old one."""
-    volume = tmp_path / "volume"
-    volume.mkdir()
-
-    def version(name: str, **settings: str) -> Path:
-        folder = volume / name
-        folder.mkdir()
-        write_policy(folder, **settings)
-        return folder
-
-    def swap(to: Path) -> None:
-        (volume / "..data_tmp").symlink_to(to.name)
-        os.replace(volume / "..data_tmp", volume / "..data")
-
-    swap(version("..2026_1", requests="4"))
-    (volume / "policy.yaml").symlink_to("..data/policy.yaml")
-    (volume / "tenants").symlink_to("..data/tenants")
-    sidecar = AdmissionMiddleware(App(), volume)
-    async with serving(sidecar) as served:
-        site = Reloading(sidecar, volume, served.port)
-        second = version("..2026_2", requests="7")
-        (second / "tenants" / "acme.yaml").unlink()
-        swap(second)
-        await until(lambda: sidecar.controller.policy.rules.requests == 7)
-        assert (await site.ask(None, key("acme"))).status == 401
-        assert (await site.ask(None, key("nightly"))).status == 200
-        third = version("..2026_3")
-        (third / "policy.yaml").write_text("engine: [")
-        swap(third)
-        await until(sidecar.controller.notices)
-        assert "stays in force" in sidecar.controller.notices()[0]
-        assert sidecar.controller.policy.rules.requests == 7
-        swap(version("..2026_4", requests="8"))
-        await until(lambda: sidecar.controller.policy.rules.requests == 8)
-        assert sidecar.controller.notices() == []
 
 
 async def test_a_file_that_is_truncated_and_then_written_is_one_change(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from sidecar.policy import compiler
 from sidecar.policy.model import Policy
 from sidecar.pools.calls import EngineView
 from sidecar.pools.engines import NORMAL_SPEED
-from sidecar.pools.ledger_rules import rules_of
+from sidecar.pools.ledger_rules import new_rules
 from sidecar.scheduling.tickets import Ticket
 from sidecar.tools.emulator.occupancy import Occupancy
 from sidecar.tools.loadgen import Planned, Seen
@@ -118,7 +118,7 @@ class Late(Router):
         self._cached = [PrefixBlocks(setting.engine_tokens) for _ in self._ids]
         sizes = setting.engine_tokens, setting.sequences, setting.engine_prefill
         views = [EngineView(name, *sizes, NORMAL_SPEED, is_reachable=True) for name in self._ids]
-        self._decisions = Decisions(rules_of(_policy(), weight_percent), views)
+        self._decisions = Decisions(new_rules(_policy(), weight_percent), views)
         self._numbers = itertools.count()
         self._sent: dict[str, simulated.Request] = {}
         self._running: dict[simulated.Request, str] = {}

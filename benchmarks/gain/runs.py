@@ -15,7 +15,7 @@ from benchmarks.gain.floors import floors
 from benchmarks.gain.traces import SOURCES, offered, window
 from sidecar.policy.compiler import load as load_policy
 from sidecar.policy.model import Order, Policy
-from sidecar.tools.simulate.baselines import BaselineAdmission, queue_of
+from sidecar.tools.simulate.baselines import BaselineAdmission, new_queue
 from sidecar.tools.simulate.comparison import ComparedPolicy
 from sidecar.tools.simulate.figures import result
 from sidecar.tools.simulate.load import Assign, Request
@@ -183,7 +183,7 @@ def _play(common: Common, job: Job) -> Played:
     is_own = job.candidate in (LEVEL, GAIN)
     loop = VirtualLoop()
     with loop.running():
-        queue = KeyQueue if is_own else queue_of(job.candidate, policy, objectives)
+        queue = KeyQueue if is_own else new_queue(job.candidate, policy, objectives)
         stage = SimulatedEngines(model_of(common, job.trace), common.engines, loop, queue)
         admission: SimulatedAdmission
         if is_own:

@@ -48,11 +48,11 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Whether every caller on the network has access."""
+        """True if every caller on the network has access."""
         return self.token is None and not self.is_local
 
 
-def access_of(environment: Mapping[str, str], host: str) -> Access:
+def read_access(environment: Mapping[str, str], host: str) -> Access:
     """How a port on `host` is guarded by the environment. Raises ValueError for a token that cannot be one."""
     return Access(admin_token(environment), is_loopback(host))
 
@@ -66,7 +66,7 @@ def open_port(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """True if only this machine reaches the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -103,7 +103,7 @@ class AdminGuard:
     def _answer(self, request: Request) -> Response | None:
         """None where the pages are to be shown."""
         headers = request.headers
-        if request.method not in _SAFE and (refusal := self._refusal_of_change(request)) is not None:
+        if request.method not in _SAFE and (refusal := self._change_refusal(request)) is not None:
             return refusal
         if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             return refused(403, "cross_site", "a page of another site asked for this; open the admin port itself")
@@ -115,7 +115,7 @@ class AdminGuard:
             return self._welcome(request)
         return _unauthorized(_WRONG_TOKEN if "authorization" in headers else _NEEDS_TOKEN)
 
-    def _refusal_of_change(self, request: Request) -> Response | None:
+    def _change_refusal(self, request: Request) -> Response | None:
         """Of a request that changes something, beyond what is asked of every request."""
         if not _is_own(request):
             return refused(
@@ -154,7 +154,7 @@ def _cookie_name(request: Request) -> str:
 
 
 def _is_own(request: Request) -> bool:
-    """Whether no browser sends it, or one whose user is on a page of this port. Old browsers send `Origin` alone."""
+    """True if no browser sends it, or one whose user is on a page of this port. Old browsers send `Origin` alone."""
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     if site is not None:
         return site == "same-origin"
@@ -162,7 +162,7 @@ def _is_own(request: Request) -> bool:
 
 
 def _names_this_machine(host: str | None) -> bool:
-    """Whether a `Host` is an address or localhost. An attacker controls what another name points to."""
+    """True if a `Host` is an address or localhost. An attacker controls what another name points to."""
     if host is None:  # HTTP/1.0; every browser sends one
         return True
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() and not host.endswith("]") else host

@@ -62,12 +62,12 @@ class EngineRoutes:
         row = await _changed(view.drain, view, name)
         ended = await self._wait(request, view, name, within_s) if waits else await view.drained(name, 0)
         if ended is DrainEnd.TIMED_OUT and waits:
-            raise RefusedByPage(504, "drain_timeout", _too_late(_of(view, name) or row, within_s))
+            raise RefusedByPage(504, "drain_timeout", _too_late(_document_for(view, name) or row, within_s))
         if ended is DrainEnd.RESUMED:
             raise RefusedByPage(
                 409, "resumed", f"engine {name} was resumed before it was empty, and gets requests again"
             )
-        return json_answer(Drained(_of(view, name) or row, drained=ended is DrainEnd.EMPTY))
+        return json_answer(Drained(_document_for(view, name) or row, drained=ended is DrainEnd.EMPTY))
 
     async def _resume(self, request: Request) -> Response:
         view, name = self._engines(), request.path_params["name"]
@@ -101,19 +101,19 @@ class EngineRoutes:
 
 async def _changed(change: Callable[[str], Awaitable[None]], view: PoolEngines, name: str) -> EngineDocument:
     """The engine after a change."""
-    before = _of(view, name)
+    before = _document_for(view, name)
     try:
         await change(name)
     except KeyError:
         names = list(dict.fromkeys(row.name for row in view.documents() if row.for_s is not None))
         known = f"the engines are {', '.join(names)}" if names else "there are none now"
         raise RefusedByPage(404, "unknown_engine", f"no engine is called {name!r}; {known}") from None
-    row = _of(view, name) or before
+    row = _document_for(view, name) or before
     assert row is not None
     return row
 
 
-def _of(view: PoolEngines, name: str) -> EngineDocument | None:
+def _document_for(view: PoolEngines, name: str) -> EngineDocument | None:
     """The latest incarnation of an engine; None where discovery names it no more, and nothing of it is left."""
     return next((row for row in reversed(view.documents()) if row.name == name), None)
 

@@ -106,7 +106,9 @@ OPERATIONS = (
         {200: _json("Readiness", "They should."), 503: _json("Readiness", "They should not.")},
         is_open=True,
     ),
-    Operation("GET", PATH, "description", "This document.", {200: PageAnswer("OpenAPI 3.1.", _DESCRIPTION)}),
+    Operation(
+        "GET", PATH, "description", "The description of this port.", {200: PageAnswer("OpenAPI 3.1.", _DESCRIPTION)}
+    ),
     Operation("GET", "/state", "state", "The process and its pool.", {200: _json("State", "At this moment.")}),
     Operation(
         "GET",
@@ -160,7 +162,7 @@ OPERATIONS = (
         "GET",
         "/requests",
         "request",
-        "What became of one request, and why. For an id with any characters.",
+        "One request: its end, and why. For an id with any characters.",
         {200: _json("Explanation", "Its explanation."), 404: (_NO_REQUEST,)},
         [_in_query("id", _ID_SAYS, TEXT, required=True)],
         is_of_a_pool=True,
@@ -169,7 +171,7 @@ OPERATIONS = (
         "GET",
         "/requests/{id}",
         "requestById",
-        "What became of one request, and why.",
+        "The same.",
         {200: _json("Explanation", "Its explanation."), 404: (_NO_REQUEST, _NO_PAGE)},
         [_in_path("id", _ID_SAYS)],
         is_of_a_pool=True,
@@ -178,7 +180,7 @@ OPERATIONS = (
         "GET",
         "/request",
         "requestPage",
-        "The same as a page to read.",
+        "The same, as a page to read.",
         {200: _page("A page."), 404: _page("A page that says what is known.")},
         [_in_query("id", _ID_SAYS, TEXT)],
         is_of_a_pool=True,
@@ -282,7 +284,7 @@ OPERATIONS = (
         "GET",
         "/usage",
         "usage",
-        "What tenants have used, by day (UTC), tier and model.",
+        "The use of tenants, by day (UTC), tier and model.",
         {
             200: _json("Usage", "What all replicas have counted."),
             400: (f"bad_parameter: no date, or more than {MOST_DAYS} days",),

@@ -8,7 +8,7 @@ from hashlib import sha256
 from importlib.resources import files
 
 
-def text_of(name: str) -> str:
+def read_text(name: str) -> str:
     """A file beside this one."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 

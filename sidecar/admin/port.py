@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from sidecar.admin import PORT_VARIABLE
-from sidecar.admin.auth import AdminGuard, access_of, open_port
+from sidecar.admin.auth import AdminGuard, open_port, read_access
 from sidecar.server import CannotServe
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from sidecar.server.listeners import listening
@@ -54,7 +54,7 @@ async def admin_pages(
         yield
         return
     host = _host(environment)
-    access = access_of(environment, host)
+    access = read_access(environment, host)
     if (host, first_port) in _open:
         _logger.warning(_SECOND, first_port, pool, PORT_VARIABLE, extra={"event": "admin_port_shared"})
         yield
@@ -132,7 +132,7 @@ def try_ports(environment: Mapping[str, str], processes: int) -> None:
     if first_port is None:
         return
     host = _host(environment)
-    access_of(environment, host)
+    read_access(environment, host)
     for port in _ports(first_port, processes):
         with ExitStack() as stack:
             _listen(stack, host, port, _place(port, _ports(first_port, processes)))

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute
 
 from sidecar.admin.operations import routes_for
-from sidecar.admin.page_files import headers, text_of
+from sidecar.admin.page_files import headers, read_text
 from sidecar.cluster.document import Overview, ReplicaView
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation, WaitDetails
@@ -37,7 +37,7 @@ LONGEST_ID = 128
 MOST_LISTED = 20
 """Requests ahead that the page lists one by one; the table above them counts all."""
 
-_STYLE = text_of("page.css") + text_of("request.css")
+_STYLE = read_text("page.css") + read_text("request.css")
 HEADERS = headers(_STYLE)
 
 
@@ -55,7 +55,7 @@ def request_routes(builder: ExplanationBuilder, overview: Callable[[], Overview]
 
 
 def json_link(wanted: str) -> str:
-    """The same as JSON, relative to the page."""
+    """Link to the same document as JSON, relative to the page."""
     return f"requests?id={quote(wanted, safe='')}"
 
 

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from sidecar.admin.answers import FRESH, json_answer, refused
 from sidecar.admin.operations import routes_for
-from sidecar.admin.page_files import headers, text_of
+from sidecar.admin.page_files import headers, read_text
 from sidecar.admin.request_page import LONGEST_ID, request_routes, unknown_request
 from sidecar.admin.stream import OverviewStream
 from sidecar.cluster.document import Overview
@@ -79,6 +79,6 @@ def story_routes(builder: ExplanationBuilder, overview: Callable[[], Overview]) 
     return [*routes_for({"request": explain, "requestById": explain}), *request_routes(builder, overview)]
 
 
-_STYLE, _SCRIPT = text_of("page.css"), text_of("page.js")
-PAGE = text_of("page.html").replace("/*style*/", _STYLE).replace("/*script*/", _SCRIPT).encode()
+_STYLE, _SCRIPT = read_text("page.css"), read_text("page.js")
+PAGE = read_text("page.html").replace("/*style*/", _STYLE).replace("/*script*/", _SCRIPT).encode()
 HEADERS = headers(_STYLE, _SCRIPT)

@@ -71,7 +71,7 @@ class TenantRoutes:
 
     async def _show(self, request: Request) -> Response:
         registry, name = self._known(), request.path_params["name"]
-        rows = registry.rows_of(name)
+        rows = registry.rows_named(name)
         if not rows:
             raise RefusedByPage(404, "unknown_tenant", f"no tenant is called {name!r}; {_NAMES}")
         return json_answer(Tenants(rows, None, registry.version))

@@ -30,7 +30,7 @@ NO_USAGE = (
 
 
 class UsageRow(msgspec.Struct, frozen=True):
-    """What one tenant used of one model in one tier, in a day by UTC. `model` is empty where requests named none."""
+    """Use by one tenant of one model in one tier, in a day by UTC. `model` is empty where requests named none."""
 
     day: str
     tenant: str
@@ -69,7 +69,7 @@ class UsageRoutes:
         try:
             await usage.flush()
             for day in days:
-                parts += [part async for part in _rows(await usage.of_day(day), request.query_params.get("tenant"))]
+                parts += [part async for part in _rows(await usage.use_on(day), request.query_params.get("tenant"))]
         except StoreError as silent:
             raise RefusedByPage(503, "store_unavailable", f"the store does not answer: {silent}") from None
         return StreamingResponse(_document(parts, usage.today()), 200, FRESH, "application/json")

@@ -36,7 +36,7 @@ BODIES = frozenset(("http.response.body", "http.response.pathsend", "http.respon
 """The messages that are an answer's body: its bytes, or a file that the server reads (ASGI's extensions)."""
 
 
-def body_of(message: Message) -> bytes | None:
+def body_bytes(message: Message) -> bytes | None:
     """The bytes of a part of an answer's body, None where it has none. Those of a file are not read: none is there."""
     body: bytes | None = message.get("body")
     return body or (None if message["type"] == "http.response.body" else b"")
@@ -249,7 +249,7 @@ class Answer(msgspec.Struct, eq=False):
 
     async def _send_last(self, message: Message) -> None:
         """The last bytes of an answer, and most often its only ones."""
-        if (body := body_of(message)) is not None:
+        if (body := body_bytes(message)) is not None:
             self._read(body)
         # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
         has_left = self._client.disconnected_us is not None
@@ -265,7 +265,7 @@ class Answer(msgspec.Struct, eq=False):
         elif kind in BODIES:
             if is_end := background is not None and not message.get("more_body"):
                 self._call.answered()
-            if (body := body_of(message)) is not None:
+            if (body := body_bytes(message)) is not None:
                 self._read(body)
                 self.streams = background is None and not self.is_over
         await (self._client.send if background is None else background.sender(self._client.send))(message)

@@ -21,7 +21,7 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.request_path import guarded_endpoint
 from sidecar.admission.self_view import is_self_view
 from sidecar.admission.unguarded import needs_tenant
-from sidecar.classify import SaidByApp, TenantClaims, said_by_app
+from sidecar.classify import NamedByApp, TenantClaims, named_by_app
 from sidecar.errors import TenantNotFound, UnknownTenant
 from sidecar.policy.model import Policy
 
@@ -44,7 +44,7 @@ class _ClientLeft(Exception):
 
 
 def naming(tenant_of: TenantOf) -> Callable[[AdmissionController, ASGIApp], ASGIApp]:
-    """What makes of what serves a controller's requests what serves them with the tenants that the app names.
+    """Wrapper of an app that serves a controller's requests, so that it serves them with the app's tenants.
 
     Raises ValueError for what is no function, or cannot be called with a scope alone.
     """
@@ -67,11 +67,11 @@ def _with_tenants(tenant_of: TenantOf, controller: AdmissionController, serve: A
             return
         client = UploadChannel(receive, send, controller.pool.now_us)
         try:
-            token = said_by_app.set(await _said(tenant_of, scope, client, controller.policy))
+            token = named_by_app.set(await _ask_app(tenant_of, scope, client, controller.policy))
             try:
                 await serve(scope, client.receive if client.is_watched else receive, send)
             finally:
-                said_by_app.reset(token)
+                named_by_app.reset(token)
         except _ClientLeft:
             return
         finally:
@@ -81,7 +81,7 @@ def _with_tenants(tenant_of: TenantOf, controller: AdmissionController, serve: A
 
 
 def _counts(controller: AdmissionController, scope: Scope) -> bool:
-    """Whether anything depends on the tenant of a request."""
+    """True if anything depends on the tenant of a request."""
     if scope["type"] not in ("http", "websocket"):
         return False
     if controller.is_passing:  # only who gets the engine's key
@@ -93,13 +93,13 @@ def _counts(controller: AdmissionController, scope: Scope) -> bool:
     )
 
 
-async def _said(tenant_of: TenantOf, scope: Scope, client: UploadChannel, policy: Policy) -> SaidByApp:
-    """What the function says, or why the request is refused. Raises _ClientLeft."""
+async def _ask_app(tenant_of: TenantOf, scope: Scope, client: UploadChannel, policy: Policy) -> NamedByApp:
+    """The function's answer, or why the request is refused. Raises _ClientLeft."""
     try:
-        said = tenant_of(scope)
-        if inspect.isawaitable(said):
-            said = await _awaited(said, client if scope["type"] == "http" else None, policy.body_timeout_s)
-        return _claims(said, policy)
+        named = tenant_of(scope)
+        if inspect.isawaitable(named):
+            named = await _awaited(named, client if scope["type"] == "http" else None, policy.body_timeout_s)
+        return _claims(named, policy)
     except (UnknownTenant, TenantNotFound) as refusal:
         return refusal
     except _ClientLeft:
@@ -111,8 +111,8 @@ async def _said(tenant_of: TenantOf, scope: Scope, client: UploadChannel, policy
     return TenantNotFound(_REFUSED)
 
 
-async def _awaited(said: Awaitable[Said], client: UploadChannel | None, most_s: float) -> Said:
-    asking = asyncio.ensure_future(said)
+async def _awaited(named: Awaitable[Said], client: UploadChannel | None, most_s: float) -> Said:
+    asking = asyncio.ensure_future(named)
     try:
         await asyncio.sleep(0)  # most have nothing to wait for
         if not asking.done():
@@ -129,17 +129,17 @@ async def _awaited(said: Awaitable[Said], client: UploadChannel | None, most_s: 
         asking.cancel()
 
 
-def _claims(said: object, policy: Policy) -> TenantClaims | None:
+def _claims(named: object, policy: Policy) -> TenantClaims | None:
     """The claims, by the names that the policy's `jwt` gives them. Raises UnknownTenant, or _Failed."""
-    if said is None:
+    if named is None:
         return None
-    if isinstance(said, str):
-        return TenantClaims(said, None)
-    if not isinstance(said, Mapping):
-        raise _Failed(f"has returned {type(said).__name__}; return {_RIGHT}")
+    if isinstance(named, str):
+        return TenantClaims(named, None)
+    if not isinstance(named, Mapping):
+        raise _Failed(f"has returned {type(named).__name__}; return {_RIGHT}")
     jwt = policy.jwt
     tenant_claim, tier_claim = ("tenant", "tier") if jwt is None else (jwt.tenant_claim, jwt.tier_claim)
-    tenant, tier = said.get(tenant_claim), None if tier_claim is None else said.get(tier_claim)
+    tenant, tier = named.get(tenant_claim), None if tier_claim is None else named.get(tier_claim)
     if not isinstance(tenant, str):
         raise UnknownTenant("the claims of this request's user name no tenant; ask the operator for one")
     if tier is not None and not isinstance(tier, str):

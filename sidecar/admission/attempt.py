@@ -125,7 +125,7 @@ class EngineTime:
     late.
     """
 
-    __slots__ = ("_client", "_heard", "_heard_us", "_probe", "_since_us", "_streams", "_timeouts", "_usage")
+    __slots__ = ("_client", "_probe", "_progress", "_progress_us", "_since_us", "_streams", "_timeouts", "_usage")
 
     def __init__(
         self, timeouts: Timeouts, usage: UsageReader, client: ClientChannel, since_us: int, *, streams: bool
@@ -134,28 +134,28 @@ class EngineTime:
         self._usage = usage
         self._client = client
         self._probe: asyncio.Task[None] | None = None
-        self._since_us = self._heard_us = since_us
+        self._since_us = self._progress_us = since_us
         self._streams = streams
-        self._heard = (0, 0)
+        self._progress = (0, 0)
 
     def exceeded(self, now_us: int) -> EngineTimeout | None:
         """The error, where the engine has taken too long."""
-        most, usage, heard = self._timeouts, self._usage, self._usage.passed
-        if heard != self._heard:
-            self._heard, self._heard_us = heard, now_us
+        most, usage, progress = self._timeouts, self._usage, self._usage.passed
+        if progress != self._progress:
+            self._progress, self._progress_us = progress, now_us
             if self._probe is not None and self._probe.done():
                 self._probe = None
         if now_us - self._since_us > most.total_s * 1e6:
             return _error("did not complete its answer", most.total_s)
         if usage.has_begun:
-            if now_us - self._heard_us > most.between_bytes_s * 1e6 and self._is_client_ready(now_us):
+            if now_us - self._progress_us > most.between_bytes_s * 1e6 and self._is_client_ready(now_us):
                 return _error("sent nothing more", most.between_bytes_s)
         elif self._streams and now_us - self._since_us > most.first_byte_s * 1e6:
             return _error("did not begin its answer", most.first_byte_s)
         return None
 
     def _is_client_ready(self, now_us: int) -> bool:
-        """Whether the client takes what it is sent. While it does not, the engine is not silent.
+        """True if the client takes what it is sent. While it does not, the engine is not silent.
 
         A `send` of nothing says it: that ends when the client has read enough. So the chunks themselves need not be
         watched.
@@ -164,7 +164,7 @@ class EngineTime:
             self._probe = asyncio.ensure_future(self._send_nothing())
             return False
         if not self._probe.done():
-            self._heard_us = now_us
+            self._progress_us = now_us
         return self._probe.done()
 
     async def _send_nothing(self) -> None:

@@ -211,7 +211,7 @@ class BackgroundResponses:
         return len(self._tasks)
 
     def is_due(self, request: BackgroundRequest) -> bool:
-        """Whether a request is older than a response may be."""
+        """True if a request is older than a response may be."""
         return time.monotonic() - request.since_s > self.limits.most_s
 
     async def emptied(self) -> None:

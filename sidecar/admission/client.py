@@ -131,7 +131,7 @@ def _phrase(status: int) -> str:
 
 
 def is_stream(headers: Headers) -> bool:
-    """Whether a response's headers say that it is a stream of events."""
+    """True if a response's headers say that it is a stream of events."""
     return any(name.lower() == b"content-type" and value.lower().startswith(EVENTS) for name, value in headers)
 
 
@@ -183,7 +183,7 @@ class UsageHider:
         return self._send({**message, "body": shown})
 
     def passes(self, body: bytes) -> bool:
-        """Whether the stream's next bytes are shown as they are: so are nearly all. Else they have to be sent."""
+        """True if the stream's next bytes are shown as they are: so are nearly all. Else they have to be sent."""
         return not self._is_stream or (not self._held and body.endswith(_WITHOUT_USAGE))
 
     def _begun(self, message: Message) -> Message:
@@ -196,7 +196,7 @@ class UsageHider:
         return {**message, "headers": [pair for pair in headers if pair[0].lower() != b"content-length"]}
 
     def _shown(self, body: bytes, *, is_last: bool = False) -> bytes:
-        """What the client sees of the stream's next bytes, and of those held before."""
+        """The part that the client sees of the stream's next bytes, and of those held before."""
         window = self._held + body
         shown, since = [], 0
         for end in _END.finditer(window):
@@ -215,7 +215,7 @@ class UsageHider:
 
 
 def _is_usage(event: bytes) -> bool:
-    """Whether the event has no choices, and says the usage."""
+    """True if the event has no choices, and says the usage."""
     if b'"usage"' not in event or len(event) > LARGEST_USAGE:
         return False
     lines = [line.removeprefix(b"data:") for line in event.splitlines() if line.startswith(b"data:")]
@@ -381,7 +381,7 @@ class UploadChannel(ClientChannel):
 
     @property
     def is_watched(self) -> bool:
-        """Whether its messages are read already: `receive` alone has them."""
+        """True if its messages are read already: `receive` alone has them."""
         return self._disconnect is not None
 
     def cut(self) -> None:

@@ -167,7 +167,7 @@ class AdmissionController:
         self.dialect: Final = services.dialect
         self.estimator: Final = services.estimator
         self.output_ratios: Final = OutputRatios()
-        self.snapshot = self._snapshot_of(policy)
+        self.snapshot = self._new_snapshot(policy)
         self.lease_sizes: Final = LeaseSizes(
             policy.learn, pool.now_us, LengthEstimator(), lambda: self._room().replicas
         )
@@ -193,29 +193,29 @@ class AdmissionController:
         """The policy of new requests."""
         return self.snapshot.policy
 
-    def controller_of(self, request: SizedRequest) -> AdmissionController:  # noqa: ARG002  # a front of models asks it
+    def controller_for(self, request: SizedRequest) -> AdmissionController:  # noqa: ARG002  # a front of models asks it
         """The controller of the pool that a request enters: this one."""
         return self
 
     def appraiser(self, snapshot: PolicySnapshot) -> Appraise | None:
-        """What gives requests the figures of their gain. None where the policy orders by level."""
+        """Scores a request for `order: gain`; None for the order by level."""
         if not snapshot.policy.rules.is_by_gain:
             return None
         return lambda request: self.gain.appraise(request, snapshot.tier_names)
 
     @property
     def is_observing(self) -> bool:
-        """Whether new requests pass, and the pool shows what enforcing would do with them (`mode: observe`)."""
+        """True if new requests pass, and the pool shows what enforcing would do with them (`mode: observe`)."""
         return self.snapshot.is_observing
 
     @property
     def is_passing(self) -> bool:
-        """Whether new requests pass, and those that wait leave the queue and pass, too (`mode: pass`)."""
+        """True if new requests pass, and those that wait leave the queue and pass, too (`mode: pass`)."""
         return self.snapshot.is_passing
 
     @property
     def passes_all(self) -> bool:
-        """Whether new requests pass, whatever the policy would do with them."""
+        """True if new requests pass, whatever the policy would do with them."""
         return self.snapshot.policy.mode is not Mode.ENFORCE
 
     def change_policy(self, policy: Policy) -> None:
@@ -225,7 +225,7 @@ class AdmissionController:
         cannot; but `mode: pass` is in force in any case.
         """
         was_observing, was_passing = (self.is_observing, self.policy.generation), self.is_passing
-        snapshot = self._snapshot_of(policy)
+        snapshot = self._new_snapshot(policy)
         if snapshot.is_passing:  # first, so that nothing that fails here keeps requests from passing
             self.snapshot = snapshot
             self.watchdog.give_up()
@@ -285,7 +285,7 @@ class AdmissionController:
         host = None if self.pages is None else self.pages.host
         if self._unpreempted() and is_engine_server(host):
             self._repeats = True
-            self.snapshot = self._snapshot_of(self.policy)
+            self.snapshot = self._new_snapshot(self.policy)
         names, reported = self._unpreempted(), self._reported_unpreempted
         self._reported_unpreempted = names
         if names and names != reported and not self.is_passing:
@@ -298,7 +298,7 @@ class AdmissionController:
     def _observer(self, monitor: Monitor) -> Observer | None:
         return monitor.observer
 
-    def _snapshot_of(self, policy: Policy) -> PolicySnapshot:
+    def _new_snapshot(self, policy: Policy) -> PolicySnapshot:
         tokens = self.identities.verifier(policy.jwt)
         return policy_snapshot(
             policy,
@@ -333,7 +333,7 @@ class AdmissionController:
         self.pool.pause(None if watch.is_usable else f"no request can be sent to the engine: {watch.reason}")
 
     def is_stopping(self, canceled: asyncio.CancelledError) -> bool:
-        """Whether a request was canceled because the server stops, and not by an app around the middleware.
+        """True if a request was canceled because the server stops, and not by an app around the middleware.
 
         A server that is not ours ends its lifespan before its last requests, or cancels both, or says what it does.
         Python 3.10 does not report that a task is being canceled: there the answer is no, and the server answers 500.

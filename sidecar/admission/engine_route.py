@@ -27,7 +27,7 @@ SOONEST_S, LATEST_S = 1.0, 60.0
 
 
 class EngineHealth(Protocol):
-    """Whether requests can be sent to the engine, or to any of several. `EngineWatch` is that of one engine.
+    """Health of the engine, or of several: can requests be sent? `EngineWatch` is that of one engine.
 
     `on_change` are called after each change of the state, in the event loop.
     """
@@ -44,7 +44,7 @@ class EngineHealth(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests may be sent. True while nothing is known."""
+        """True if requests may be sent. True while nothing is known."""
 
     @property
     def up(self) -> int | None:
@@ -64,7 +64,7 @@ class EngineHealth(Protocol):
         """Reasons why no request can be sent; empty where there is none."""
 
     def notices(self) -> Sequence[str]:
-        """What the operator should know besides."""
+        """Further sentences for the operator."""
 
     def document(self) -> Mapping[str, object]:
         """The state, for people and dashboards: JSON types only."""
@@ -100,7 +100,7 @@ class EngineRoute(Protocol):
         """The app raised an error. Whether the request may wait again: nothing of a response was passed on."""
 
     async def waits_again(self) -> bool:
-        """Whether the failed attempt is repeated. Call it once, before the lease is handed back.
+        """True if the failed attempt is repeated. Call it once, before the lease is handed back.
 
         False: the call's `error` is the request's answer.
         """
@@ -124,7 +124,7 @@ class EngineRouting(Protocol):
     def wake(self) -> None:
         """A lease of a request without a route enters the pool next. Raises Draining as `route` does."""
 
-    def url_of(self, engine_id: str) -> str | None:
+    def url_for(self, engine_id: str) -> str | None:
         """The address of an engine, by its id; None where it runs in this process, or is gone."""
 
 

@@ -59,7 +59,7 @@ class Asker(Protocol):
 
 
 class EventReporter(msgspec.Struct, eq=False):
-    """Reports one request: see `reporter_of`. Without arguments it reports nothing.
+    """Reports one request: see `new_reporter`. Without arguments it reports nothing.
 
     `now_us` is the pool's clock in microseconds. `observation` is there from the beginning where an observer follows
     the request. Where one is told of failures only, `_begin` makes it, and `_kept` are what it is told then.
@@ -220,7 +220,7 @@ class EventReporter(msgspec.Struct, eq=False):
             self.observation.on_event(event)
 
 
-def reporter_of(  # noqa: PLR0917
+def new_reporter(  # noqa: PLR0917
     observer: Observer | None,
     scope: Scope,
     request_id: str,
@@ -258,7 +258,7 @@ def _classified(
         requests=request.requests,
         preemptible=not is_kept and snapshot.are_preemptible_by_rule[classification.level],
         downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
-        expected=None if request.expected is None else request.expected.said(payload),
+        expected=None if request.expected is None else request.expected.expectation(payload),
     )
 
 

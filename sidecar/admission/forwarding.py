@@ -34,7 +34,7 @@ from sidecar.admission.request_path import guarded_endpoint, path_for_app
 from sidecar.admission.responses import REQUEST_ID
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
-from sidecar.classify import TenantClaims, said_by_app
+from sidecar.classify import TenantClaims, named_by_app
 from sidecar.context import SCOPE_KEY, Granted
 from sidecar.engines.base import Engine, Forward
 from sidecar.engines.registry import CLIENT_MEMBERS
@@ -106,9 +106,9 @@ def request_for_app(
     `pairs` are the client's headers as they came, `added` those that replace them. See also `forwarded_body`.
     """
     body = forwarded_body(_capped_body(request), request.payload, forward, stream_options)
-    if b"content-length" in request.headers and (body is not request.body or CONTENT_ENCODING in request.taken):
+    if b"content-length" in request.headers and (body is not request.body or CONTENT_ENCODING in request.stripped):
         added = (*added, (b"content-length", b"%d" % len(body)))
-    return forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.taken, added)), body
+    return forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.stripped, added)), body
 
 
 def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:
@@ -129,7 +129,7 @@ def _capped_body(request: SizedRequest) -> bytes:
     return insert(body, MAXIMUM_FIELDS[request.api][0], b"%d" % cap)
 
 
-def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:
+def new_granted(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:
     """The grant for an app in the same process."""
     classification = request.classification
     tier, tenant = policy.tiers[classification.level].name, classification.tenant.name
@@ -155,15 +155,15 @@ def forwarded_body(body: bytes, payload: Payload, forward: Forward, stream_optio
 
 
 def forwarded_headers(
-    headers: Headers, taken: Sequence[bytes], added: Sequence[tuple[bytes, bytes]]
+    headers: Headers, stripped: Sequence[bytes], added: Sequence[tuple[bytes, bytes]]
 ) -> list[tuple[bytes, bytes]]:
-    """The client's headers without those `taken`, and with `added` in place of headers of the same names.
+    """The client's headers without those `stripped`, and with `added` in place of headers of the same names.
 
     A client lists in `Connection` the headers that a proxy must drop. It may not list one that is added here: the
     request would reach the engine without its granted priority, which some engines take for the best priority.
     """
     names = dict(added)
-    gone = {*taken, *names}
+    gone = {*stripped, *names}
     kept = [header for header in headers if header[0] not in gone]
     if b"connection" in dict(kept):
         kept = [(name, _without(names, value) if name == b"connection" else value) for name, value in kept]
@@ -239,10 +239,10 @@ def pass_on(controller: AdmissionController, scope: Scope, receive: Receive, sen
 def _for_app(controller: AdmissionController, scope: Scope) -> Scope:
     policy, credentials = controller.policy, controller.snapshot.credentials
     if credentials.added:
-        taken, said = credentials.taken(dict(scope["headers"])), said_by_app.get()
-        said_by_app.set(None)  # the app may have another admission controller in it
-        if taken or policy.anonymous is not None or isinstance(said, TenantClaims):
-            scope = {**scope, "headers": forwarded_headers(scope["headers"], taken, credentials.added)}
+        stripped, named = credentials.stripped(dict(scope["headers"])), named_by_app.get()
+        named_by_app.set(None)  # the app may have another admission controller in it
+        if stripped or policy.anonymous is not None or isinstance(named, TenantClaims):
+            scope = {**scope, "headers": forwarded_headers(scope["headers"], stripped, credentials.added)}
     endpoint = guarded_endpoint(controller.snapshot.named_endpoints, scope)
     return scope if endpoint is None else forwarded_scope(scope, endpoint, scope["headers"])
 
@@ -250,16 +250,16 @@ def _for_app(controller: AdmissionController, scope: Scope) -> Scope:
 def pass_read(
     controller: AdmissionController, scope: Scope, request: SizedRequest, receive: Receive, client: ClientChannel
 ) -> Awaitable[None]:
-    """The same of a `request` that was read, and may have waited. `receive` begins with its body again."""
+    """Passes a `request` that was read, and may have waited. `receive` begins with its body again."""
     for_app = {**scope}
     with_write(for_app, None)  # the client may have got comments before
-    taken, added = [], []
+    stripped, added = [], []
     if client.keepalive is not None:  # comments have begun the answer, as plain text
-        taken.append(b"accept-encoding")
-    if CONTENT_ENCODING in request.taken:  # the body was unpacked
-        taken.append(CONTENT_ENCODING)
+        stripped.append(b"accept-encoding")
+    if CONTENT_ENCODING in request.stripped:  # the body was unpacked
+        stripped.append(CONTENT_ENCODING)
         if b"content-length" in request.headers:
             added.append((b"content-length", b"%d" % len(request.body)))
-    if taken:
-        for_app["headers"] = forwarded_headers(scope["headers"], taken, added)
+    if stripped:
+        for_app["headers"] = forwarded_headers(scope["headers"], stripped, added)
     return call_app(controller, scope, _for_app(controller, for_app), receive, client.send)

@@ -74,13 +74,13 @@ class SizedRequest(msgspec.Struct, gc=False):
 
     `tokens` and `requests` (sequences) are what it will hold in the pool, `prompt_tokens` the estimate of its prompts,
     `assumed_output` the most tokens of one sequence: the client's maximum, or what the policy assumes where it sets
-    none. `expected` is what it is expected to use, None before it enters the pool and where nothing is learned. `taken`
-    names the client's headers that must not be forwarded, `added` are headers for the engine. `output_cap` is the
-    output maximum that is written into the body, because the body has none and the tenant has a limit. `max_wait_s` is
-    the longest wait that the client allows, `objective` its tier's, as the client loosens it, None where its gain is
-    not measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's. `hits` are the
-    prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine. The body of one that
-    `is_unread` passes as it comes. Its hash says whether a client sends it again: `Ask.request`.
+    none. `expected` is what it is expected to use, None before it enters the pool and where nothing is learned.
+    `stripped` names the client's headers that must not be forwarded, `added` are headers for the engine. `output_cap`
+    is the output maximum that is written into the body, because the body has none and the tenant has a limit.
+    `max_wait_s` is the longest wait that the client allows, `objective` its tier's, as the client loosens it, None
+    where its gain is not measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's.
+    `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine. The
+    body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again: `Ask.request`.
     """
 
     body: bytes
@@ -93,7 +93,7 @@ class SizedRequest(msgspec.Struct, gc=False):
     tokens: int
     assumed_output: int
     requests: int = 1
-    taken: Sequence[bytes] = ()
+    stripped: Sequence[bytes] = ()
     added: Headers = ()
     output_cap: int | None = None
     max_wait_s: float | None = None
@@ -132,7 +132,7 @@ class SizedRequest(msgspec.Struct, gc=False):
         return self.tokens
 
     def ask(self) -> Ask:
-        """What it asks of the pool."""
+        """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
         is_counted = tenant.limits.are_counted
         return Ask(
@@ -158,7 +158,7 @@ class SizedRequest(msgspec.Struct, gc=False):
 
     @property
     def may_be_repeated(self) -> bool:
-        """Whether it may be preempted before its first byte, where its tier is preemptible."""
+        """True if it may be preempted before its first byte, where its tier is preemptible."""
         # The engine would run a preempted background response to its end, and then a second time. An upload that has
         # begun to pass cannot be sent again.
         return not self.payload.background and not self.is_unread
@@ -249,7 +249,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             _refuse_other_text(body)
         request = self._sized(body, decode(endpoint.api, body), len(body))
         if packed is not None:
-            request.taken = (*request.taken, CONTENT_ENCODING)
+            request.stripped = (*request.stripped, CONTENT_ENCODING)
         return request
 
     def unread(self) -> SizedRequest:
@@ -322,11 +322,11 @@ class RequestIntake(msgspec.Struct, eq=False):
         output = payload.max_output_tokens
         if output is None:
             output = _default_output(policy, classification.level, cap)
-        taken = (*asked.taken, *snapshot.credentials.taken(headers))
+        stripped = (*asked.stripped, *snapshot.credentials.stripped(headers))
         if self._unread_keys:
             classification.ignored += self._unread_keys
             if not policy.forward_key:
-                taken = (*taken, *(place.encode() for place in self._unread_keys))
+                stripped = (*stripped, *(place.encode() for place in self._unread_keys))
         added = snapshot.credentials.added
         request = SizedRequest(
             body=body,
@@ -339,7 +339,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             tokens=tokens_to_hold(payload, prompt_tokens, output),
             assumed_output=output,
             requests=requests,
-            taken=taken,
+            stripped=stripped,
             added=(*added, NOT_PACKED) if NOT_PACKED[0] in headers else added,
             output_cap=cap,
             max_wait_s=_asked_wait_s(headers),
@@ -404,7 +404,7 @@ def _asked_wait_s(headers: Mapping[bytes, bytes]) -> float | None:
 
 
 def is_upload(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether the body of a request of the generic API is a form, sound or pictures: such a one is not read here."""
+    """True if the body of a request of the generic API is a form, sound or pictures: such a one is not read here."""
     return _UPLOADS.match(headers.get(b"content-type", b"").strip()) is not None
 
 

@@ -64,7 +64,7 @@ class PendingAborts:
         self._requests = self._tokens = 0
 
     def held(self) -> Held:
-        """What they hold at present. May be called in any thread."""
+        """Amounts that they hold at present. May be called in any thread."""
         return Held(self._requests, self._tokens)
 
     def add(self, release: Callable[[], object], *, due_us: int, held: Held) -> PendingAbort:

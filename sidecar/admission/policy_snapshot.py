@@ -46,18 +46,17 @@ class Credentials:
         added = () if has_none else ((AUTHORIZATION, BEARER + (self.engine_key or b"")),)
         object.__setattr__(self, "added", added)
 
-    def taken(self, headers: Mapping[bytes, bytes]) -> Sequence[bytes]:
+    def stripped(self, headers: Mapping[bytes, bytes]) -> Sequence[bytes]:
         """The names of the client's headers that hold, or may hold, a tenant's key: they must not be forwarded.
 
         All of them, where several are there: clients of two providers send the same key in each. `Authorization` with
         another scheme, such as Basic, holds no tenant's key and stays.
         """
-        names = [name for name in self.of_gateway if name in headers]
         if self.is_forwarded:
-            return names
+            return [*filter(headers.__contains__, self.of_gateway)]
+        names = [*filter(headers.__contains__, (*self.of_gateway, *API_KEY_HEADERS))]
         if headers.get(AUTHORIZATION, b"").lstrip()[:6].lower() == b"bearer":
             names.append(AUTHORIZATION)
-        names += [name for name in API_KEY_HEADERS if name in headers]
         return names
 
 
@@ -65,7 +64,7 @@ class Credentials:
 class PolicySnapshot:
     """A policy and everything that is computed from it once. Lists by level begin with the most important tier.
 
-    `endpoints` are those that are guarded, `named_endpoints` all of them, as `request_path.endpoint_of` takes them.
+    `endpoints` are those that are guarded, `named_endpoints` all of them, as `request_path.find_endpoint` takes them.
     `priorities` are the values that the engine gets, `tier_names` are header values. `are_preemptible` says whose
     requests' room may be taken back before their first byte, `are_preemptible_by_rule` whose might, if the app may be
     called twice. `abort_latency` is how long the engine computes on after an aborted request. `objectives` are the
@@ -107,7 +106,7 @@ def policy_snapshot(
     `engine_key` replaces the tenant's key. `is_proxied` says that the engine is another process, after a reverse proxy.
     `repeats` says that the app may be called twice for one request. `tokens` verifies the signed tokens of tenants.
     """
-    objectives = tuple(objective_of(tier) for tier in policy.tiers)
+    objectives = tuple(objective_for(tier) for tier in policy.tiers)
     named_endpoints = by_path(policy.endpoints)
     credentials = Credentials(policy.forward_key, engine_key, () if policy.gateway is None else policy.gateway.headers)
     return PolicySnapshot(
@@ -130,7 +129,7 @@ def policy_snapshot(
     )
 
 
-def objective_of(tier: Tier) -> Objective | None:
+def objective_for(tier: Tier) -> Objective | None:
     """The objective that a tier's gain is measured by: None where it has not both times."""
     slo = tier.slo
     if slo.ttft_s is None or slo.tpot_s is None:

@@ -18,19 +18,26 @@ from sidecar.admission.background import BackgroundEnd, BackgroundRequest
 from sidecar.admission.client import ClientChannel, ClientDisconnected, UploadChannel, comments_for, read_body
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.engine_route import EngineRoute
-from sidecar.admission.event_reporter import reporter_of
-from sidecar.admission.forwarding import ask_for_usage, granted_of, id_for_app, pass_read, request_for_app, show_outside
+from sidecar.admission.event_reporter import new_reporter
+from sidecar.admission.forwarding import (
+    ask_for_usage,
+    id_for_app,
+    new_granted,
+    pass_read,
+    request_for_app,
+    show_outside,
+)
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
 from sidecar.admission.pending_aborts import Held
 from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
-from sidecar.admission.turn import EndCause, Turn, TurnEnded, refusal_of
+from sidecar.admission.turn import EndCause, Turn, TurnEnded, refusal_for
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, EngineUnreachable
 from sidecar.events import Outcome
-from sidecar.handover import CALL_KEY, ENGINE_ID_KEY, with_write, write_of
+from sidecar.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with_write
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant, Lease
@@ -95,7 +102,7 @@ class RequestHandler:
         headers = dict(pairs)
         self._request_id = own_id = request_id(headers)
         self._intake = RequestIntake(snapshot, endpoint, headers, received_us)
-        self._reporter = reporter_of(controller.observer, scope, own_id, received_us, now_us, self._intake)
+        self._reporter = new_reporter(controller.observer, scope, own_id, received_us, now_us, self._intake)
         self._upload: UploadChannel | None = None
         if endpoint.size is not None and is_upload(headers):
             self._upload = UploadChannel(receive, send, now_us)
@@ -251,7 +258,7 @@ class RequestHandler:
             await pass_read(controller, self._scope, self._request, receive, self._client)
         else:
             level = self._request.classification.level if self._is_read else None
-            error = refusal_of(controller.engine_watch, controller.pool, policy, end, level=level)
+            error = refusal_for(controller.engine_watch, controller.pool, policy, end, level=level)
             self._reporter.refused(error, wait)
             await self._refuse(error, wait)
 
@@ -273,7 +280,7 @@ class RequestHandler:
             raise
         self._request, self._body, self._is_read = request, request.body, True
         if self._controller.controllers:  # each model has its own
-            self._controller = self._controller.controller_of(request)
+            self._controller = self._controller.controller_for(request)
         if self._snapshot.estimator.counter is not None:
             await count_tokens(request, self._snapshot)
         return request
@@ -309,7 +316,7 @@ class RequestHandler:
         priority = snapshot.priorities[grant.level]
         forward = controller.dialect.forward(self._endpoint.api, priority)
         self._reporter.admitted(grant, priority if forward.is_sent else None)
-        granted = granted_of(grant, request, snapshot.policy, priority, self._request_id)
+        granted = new_granted(grant, request, snapshot.policy, priority, self._request_id)
         observation = self._reporter.observation
         self._call.granted, self._call.trace = granted, None if observation is None else observation.app_trace()
         answer = self._answer = self._new_answer(grant)
@@ -353,7 +360,7 @@ class RequestHandler:
         return True
 
     async def _waits_again(self) -> bool:
-        """Whether the request waits again: it was preempted before its first byte, or could not be sent."""
+        """True if the request waits again: it was preempted before its first byte, or could not be sent."""
         attempt, route = self._attempt, self._route
         if self._overdue is not None:
             await self._answer_overdue(self._overdue)
@@ -384,7 +391,7 @@ class RequestHandler:
         await send_error(self._answer.send, error, anthropic=self._endpoint.api is Api.MESSAGES)
 
     async def _leaves(self, route: EngineRoute) -> bool:
-        """Whether a request that got nothing of an answer waits for another engine. Else it gets the error."""
+        """True if a request that got nothing of an answer waits for another engine. Else it gets the error."""
         if await route.waits_again():
             if self._call.may_run:  # the connection broke, but the engine lives: it computes on for a moment
                 await self._disconnects_before_abort()
@@ -415,7 +422,7 @@ class RequestHandler:
             answer.background = BackgroundRequest(app, scope, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
-        if (write := write_of(scope)) is not None:
+        if (write := find_write(scope)) is not None:
             is_framed = self._client.keepalive is not None or not is_proxied
             with_write(scope, None if is_framed else partial(answer.write, write))
         scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call

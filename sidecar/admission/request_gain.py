@@ -56,7 +56,7 @@ MOST_SHOWN = 64
 """Engines in a document, as in metrics."""
 
 
-def gain_of(objective: Objective, speed: Coefficients, uncached: int, tokens: int) -> TicketGain:
+def gain_for(objective: Objective, speed: Coefficients, uncached: int, tokens: int) -> TicketGain:
     """The figures of a request by an engine's speed, with so many tokens of its prompt to compute, and of output."""
     return TicketGain(
         objective.weight,
@@ -116,7 +116,7 @@ class GainMeter:
         speed = self.speeds.typical()
         tokens = self.expected_tokens(request, tier)
         uncached = max(0, request.prompt_tokens - max((hit for _, hit in request.hits or ()), default=0))
-        request.gain = gain_of(objective, speed, uncached, tokens)
+        request.gain = gain_for(objective, speed, uncached, tokens)
 
     def document(self) -> GainDocument:
         """The gain by tier and the speed by engine, in bounded size. Also notes how many replicas there are now."""
@@ -299,7 +299,7 @@ class RequestGain:
         deadlines.read(now_us, events)
 
     def _is_opening(self, events: int) -> bool:
-        """Whether the answer has no token yet."""
+        """True if the answer has no token yet."""
         body = bytes(self._last_bodies[1])  # Starlette lets apps send a memoryview
         if self._request.api in _TOKENS_LATER:
             return _DELTA not in body

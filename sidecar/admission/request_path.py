@@ -23,7 +23,7 @@ _MOST_AROUND = 32
 
 
 def by_path(endpoints: Mapping[str, Endpoint]) -> Mapping[str, Endpoint]:
-    """A policy's endpoints by their paths, as the policy spells them and as `plain_path` does: see `endpoint_of`."""
+    """A policy's endpoints by their paths, as the policy spells them and as `plain_path` does: see `find_endpoint`."""
     return {**{plain_path(path): found for path, found in endpoints.items()}, **endpoints}
 
 
@@ -31,10 +31,10 @@ def guarded_endpoint(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoin
     """The endpoint (`by_path`) that guards a request; None where none does."""
     if scope["type"] != "http" or scope["method"].upper() != "POST":
         return None
-    return endpoint_of(endpoints, scope)
+    return find_endpoint(endpoints, scope)
 
 
-def endpoint_of(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoint | None:
+def find_endpoint(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoint | None:
     """The endpoint (`by_path`) that guards the path of a scope, in any reading; None where none does."""
     path, root = scope["path"], scope.get("root_path")
     exact = _first(endpoints, (route_path(scope), path, root + path)) if root else endpoints.get(path)
@@ -129,14 +129,14 @@ def _joined(prefix: str, path: str) -> str:
 
 
 def _begins_with(path: str, prefix: str) -> bool:
-    """Whether a path begins with a prefix of whole segments."""
+    """True if a path begins with a prefix of whole segments."""
     return bool(prefix) and f"{path}/".startswith(f"{prefix}/")
 
 
 def at_own_root(app: ASGIApp, serve: ASGIApp) -> ASGIApp:
-    """What serves the requests to `app`. FastAPI and Django may have a `root_path` of their own, which goes before the
-    scope's, so that the router reads the path below it: around such an app, and around the middlewares that it is in,
-    it is written before. Not that of others: Quart calls the folder of its code so.
+    """App that serves the requests to `app`. FastAPI and Django may have a `root_path` of their own, which goes before
+    the scope's, so that the router reads the path below it: around such an app, and around the middlewares that it is
+    in, it is written before. Not that of others: Quart calls the folder of its code so.
     """
     root = _own_root(app)
     if not root:

@@ -117,7 +117,7 @@ def wait_headers(wait: Grant) -> Iterable[tuple[bytes, bytes]]:
 
 
 def differences(request: SizedRequest, tier_names: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """What of the client's own priority did not count."""
+    """Headers for the parts of the client's own priority that did not count."""
     classification = request.classification
     headers = []
     if classification.clamped_from is not None:
@@ -140,7 +140,7 @@ def _limit_headers(request: SizedRequest, lease: Lease, tier_names: Sequence[byt
 
 
 def allowance_headers(allowance: RemainingLimits) -> Iterator[tuple[bytes, bytes]]:
-    """What is left of a tenant's limits."""
+    """Headers for what is left of a tenant's limits."""
     for name, remaining in ((b"requests", allowance.requests), (b"tokens", allowance.tokens)):
         if remaining is not None:
             yield b"x-ratelimit-limit-" + name, b"%d" % remaining.per_minute
@@ -238,7 +238,7 @@ async def _read_to_end(receive: Receive) -> None:
 
 
 def speaks_anthropic(path: str) -> bool:
-    """Whether the clients of `path` expect errors in Anthropic's shape."""
+    """True if the clients of `path` expect errors in Anthropic's shape."""
     return path.endswith("/v1/messages") or "/v1/messages/" in path
 
 

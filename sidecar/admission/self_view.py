@@ -1,4 +1,4 @@
-"""What a tenant may see of itself: `GET /v1/admission/self`, with its own key.
+"""A tenant's view of itself: `GET /v1/admission/self`, with its own key.
 
 Its tiers, its limits with what is left of them, its requests here, and how long a request would wait now. Nothing of
 other tenants is in it but how many requests wait in the tiers that this one may ask for.
@@ -77,7 +77,7 @@ class SelfView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def is_self_view(scope: Scope) -> bool:
-    """Whether a request asks for this page."""
+    """True if a request asks for this page."""
     return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and PATH in exact_paths(scope)
 
 
@@ -182,7 +182,7 @@ def _limit(per_minute: int | None, left: RemainingLimit | None) -> LimitView | N
 
 def _here(controller: AdmissionController, tenant: Tenant) -> UseView:
     found = controller.controllers.values() or [controller]
-    uses = [one.pool.use_of(tenant.name) for one in found]
+    uses = [one.pool.tenant_use(tenant.name) for one in found]
     return UseView(*map(sum, zip(*uses, strict=True))) if uses else UseView(*TenantUse(0, 0, 0))
 
 

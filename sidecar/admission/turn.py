@@ -258,7 +258,9 @@ def _place(standing: QueueStanding) -> str:
     return f"queued, {standing.ahead} ahead, about {f'{whole_s} s' if whole_s < 60 else short_duration(whole_s)}"
 
 
-def refusal_of(watch: EngineHealth, pool: Pool, policy: Policy, end: Exception, *, level: int | None) -> AdmissionError:
+def refusal_for(
+    watch: EngineHealth, pool: Pool, policy: Policy, end: Exception, *, level: int | None
+) -> AdmissionError:
     """The refusal of a request, or of a lease from Python, that ended without a grant.
 
     `end` is TurnEnded or an AdmissionError. `level` is the level that is charged, None before that is known.

@@ -26,10 +26,10 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.forwarding import call_app, forwarded_headers
 from sidecar.admission.intake import refuse_two_keys
 from sidecar.admission.policy_snapshot import PolicySnapshot
-from sidecar.admission.request_path import endpoint_of, exact_paths, readings, route_path
+from sidecar.admission.request_path import exact_paths, find_endpoint, readings, route_path
 from sidecar.admission.responses import request_id, send_error, speaks_anthropic
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
-from sidecar.classify import api_key, said_by_app
+from sidecar.classify import api_key, named_by_app
 from sidecar.engines import NoPriorityEngine
 from sidecar.engines.base import Routes
 from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded, UpgradeRequired
@@ -73,7 +73,7 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
 
 
 def _may_hide_body(controller: AdmissionController, scope: Scope) -> bool:
-    """Whether a read on a guarded path has no header that says whether it has a body: from HTTP/2 on."""
+    """True if a read on a guarded path has no header that says whether it has a body: from HTTP/2 on."""
     is_read = scope.get("method") in READING and scope.get("http_version", "1.1") >= "2"
     is_open = controller.unguarded_mode(scope) is Unguarded.ALLOW
     return is_read and not is_open and _is_guarded(controller.snapshot, scope)
@@ -99,8 +99,8 @@ def _refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
 
 
 def is_refused(controller: AdmissionController, scope: Scope) -> bool:
-    """Whether `pass_or_refuse` refuses an HTTP request: known before a byte of its body is read."""
-    said = said_by_app.get()
+    """True if `pass_or_refuse` refuses an HTTP request: known before a byte of its body is read."""
+    answer = named_by_app.get()
     try:
         _checked(controller, scope)
     except KeysNeeded:
@@ -108,12 +108,12 @@ def is_refused(controller: AdmissionController, scope: Scope) -> bool:
     except AdmissionError:
         return not controller.is_observing
     finally:
-        said_by_app.set(said)  # for `pass_or_refuse`
+        named_by_app.set(answer)  # for `pass_or_refuse`
     return False
 
 
 def needs_tenant(controller: AdmissionController, scope: Scope) -> bool:
-    """Whether `pass_or_refuse` refuses a request unless the app names its tenant."""
+    """True if `pass_or_refuse` refuses a request unless the app names its tenant."""
     try:
         _checked(controller, scope)
     except InvalidApiKey:
@@ -184,7 +184,7 @@ def treatment(mode: Unguarded, snapshot: PolicySnapshot, method: str, scope: Sco
 
 
 def is_public(policy: Policy, scope: Scope) -> bool:
-    """Whether the policy names the path, exactly as it is written here, as one that is for everyone."""
+    """True if the policy names the path, exactly as it is written here, as one that is for everyone."""
     return not frozenset(exact_paths(scope)).isdisjoint(policy.public_paths or ())
 
 
@@ -199,12 +199,12 @@ def _reading(policy: Policy, routes: Routes, scope: Scope) -> Treatment:
 
 
 def _first(find: Callable[[str], str | None], paths: Iterable[str]) -> str | None:
-    """What `find` says of the first path of which it says something."""
+    """First answer of `find` that is not None, in the order of the paths."""
     return next((found for found in map(find, paths) if found is not None), None)
 
 
 def _is_preflight(scope: Scope) -> bool:
-    """Whether a browser asks if it may send a request: it must send no key with that (Fetch, section 4.8)."""
+    """True if a browser asks if it may send a request: it must send no key with that (Fetch, section 4.8)."""
     asks = scope["type"] == "http" and scope["method"] == "OPTIONS"
     return asks and any(name == b"access-control-request-method" for name, _ in scope["headers"])
 
@@ -231,7 +231,7 @@ def _checked(controller: AdmissionController, scope: Scope) -> Scope:
 
 
 def _may_generate(snapshot: PolicySnapshot, method: str, scope: Scope) -> bool:
-    """Whether a request may run the model. Any method on a guarded path may: SGLang also answers PUT, and an app's
+    """True if a request may run the model. Any method on a guarded path may: SGLang also answers PUT, and an app's
     route may ask for no method.
     """
     if _is_guarded(snapshot, scope):
@@ -247,11 +247,11 @@ def _has_body(scope: Scope) -> bool:
 
 
 def _is_guarded(snapshot: PolicySnapshot, scope: Scope) -> bool:
-    return endpoint_of(snapshot.named_endpoints, scope) is not None
+    return find_endpoint(snapshot.named_endpoints, scope) is not None
 
 
 def _offers_websocket(snapshot: PolicySnapshot, scope: Scope) -> bool:
-    """Whether an HTTP request asks for a WebSocket on a guarded path: the server has left it to its app to decline."""
+    """True if an HTTP request asks for a WebSocket on a guarded path: the server has left it to its app to decline."""
     is_get = scope["type"] == "http" and scope["method"] == "GET"
     is_offer = is_get and any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"])
     return is_offer and _is_guarded(snapshot, scope)
@@ -270,8 +270,8 @@ def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
     if key is None and snapshot.policy.anonymous is not None:
         return scope
     snapshot.classifier.tenant(headers, scope, scope["headers"])
-    taken, added = snapshot.credentials.taken(headers), snapshot.credentials.added
-    return {**scope, "headers": forwarded_headers(scope["headers"], taken, added)} if taken or added else scope
+    stripped, added = snapshot.credentials.stripped(headers), snapshot.credentials.added
+    return {**scope, "headers": forwarded_headers(scope["headers"], stripped, added)} if stripped or added else scope
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: AdmissionError, named: str) -> None:

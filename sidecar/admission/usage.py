@@ -282,7 +282,7 @@ class UsageReader(msgspec.Struct, eq=False):
         return self.used_tokens(prompt_tokens) if self.is_known(status) else None
 
     def is_known(self, status: int | None) -> bool:
-        """Whether the response, or its failure, says how many tokens were used."""
+        """True if the response, or its failure, says how many tokens were used."""
         is_counted = self.output_tokens is not None or self.input_tokens is not None or self.chunks > 0
         return is_counted or (status is not None and status >= 400)
 
@@ -307,7 +307,7 @@ class UsageReader(msgspec.Struct, eq=False):
 
 
 def _has_large_event(body: bytes) -> bool:
-    """Whether an event is larger than LARGEST_EVENT: from one event to the last that begins so soon after it."""
+    """True if an event is larger than LARGEST_EVENT: from one event to the last that begins so soon after it."""
     at, longest = 0, LARGEST_EVENT + len(_EVENT)
     while len(body) - at > longest:
         at = body.rfind(_EVENT, at + 1, at + longest + len(_EVENT))

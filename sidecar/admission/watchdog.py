@@ -14,7 +14,7 @@ from typing import Protocol
 
 BLOCKED_S = 1.0
 """How late the timer must come to be counted: a garbage collection, or a busy machine, holds it up for less."""
-SAID_EVERY_S = 60.0
+LOGGED_EVERY_S = 60.0
 _BLOCKED = (
     "the event loop stood still for %.1f s, with %d requests under way: none was admitted, served or timed out "
     "meanwhile (%d times, %.1f s in all). It is mostly a blocking call: await it, call it with `asyncio.to_thread`, or "
@@ -53,7 +53,7 @@ class Watchdog:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._due_s = 0.0
         self._blocked_times = 0
-        self._said_s: float | None = None
+        self._logged_s: float | None = None
         self._knows_two_loops = False
         self._emptied: asyncio.Event | None = None
 
@@ -113,8 +113,8 @@ class Watchdog:
             return
         self.blocked_s += late_s
         self._blocked_times += 1
-        if self._said_s is None or now_s - self._said_s >= SAID_EVERY_S:
-            self._said_s = now_s
+        if self._logged_s is None or now_s - self._logged_s >= LOGGED_EVERY_S:
+            self._logged_s = now_s
             figures = (late_s, len(self._watched), self._blocked_times, self.blocked_s)
             _log.warning(_BLOCKED, *figures, extra={"event": "loop_blocked"})
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from sidecar.cli.environment import from_environment, options_of, variable_of
+from sidecar.cli.environment import from_environment, options_by_name, variable_for
 from sidecar.cli.output import CommandFailed, say
 from sidecar.version import version_line
 
@@ -93,8 +93,8 @@ def _run(arguments: list[str]) -> int:
         allow_abbrev=not passes_on,  # what begins like one of ours may be another command's
     )
     command.configure(parser)
-    if options_of(parser):
-        parser.epilog = f"{parser.epilog}\n\n{_BY_VARIABLE.format(variable_of(chosen, '--NAME'))}"
+    if options_by_name(parser):
+        parser.epilog = f"{parser.epilog}\n\n{_BY_VARIABLE.format(variable_for(chosen, '--NAME'))}"
     given = arguments[1:]
     takes_commands = parser._subparsers is not None  # else its arguments may stand between and after its options
     parse = parser.parse_known_args if passes_on or takes_commands else parser.parse_known_intermixed_args

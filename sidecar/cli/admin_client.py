@@ -50,7 +50,7 @@ def add_admin(parser: argparse.ArgumentParser, json_help: str) -> None:
     parser.add_argument("--json", metavar="FILE", help=json_help)
 
 
-def page_of(
+def read_page(
     admin: str,
     path: str,
     document: type[Document],

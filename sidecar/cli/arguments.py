@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from sidecar.cli.output import CommandFailed
 from sidecar.policy import POLICY_VARIABLE, units
-from sidecar.unix_address import SCHEME, path_of
+from sidecar.unix_address import SCHEME, socket_path
 
 CLIENTS_PORT = 8080
 """The port for clients of `sidecar serve`. Engines use 8000 (vLLM, TensorRT-LLM, Dynamo) and 30000 (SGLang)."""
@@ -116,7 +116,7 @@ def duration_s(text: str) -> float:
 def engine_address(text: str) -> str:
     """An engine's address: a Unix socket's, or else a `server_url`. Raises ArgumentTypeError for what is none."""
     try:
-        is_socket = path_of(text) is not None
+        is_socket = socket_path(text) is not None
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text if is_socket else server_url(text)
@@ -124,7 +124,7 @@ def engine_address(text: str) -> str:
 
 def socket_address(text: str) -> str:
     """A Unix socket's address. Raises ArgumentTypeError for what is none."""
-    if engine_address(text) != text or path_of(text) is None:
+    if engine_address(text) != text or socket_path(text) is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no Unix socket's address; write unix:/run/sidecar.sock, or --host and --port"
         )

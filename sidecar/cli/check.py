@@ -236,8 +236,8 @@ def _tables(policy: Policy) -> list[str]:
 
 
 def _dimensions(policy: Policy) -> Iterator[_Dimension]:
-    """Those that are bounded, by the policy or by the engine."""
-    of_engine = policy.rules_of(NOMINAL, NOMINAL)
+    """Dimensions that are bounded, by the policy or by the engine."""
+    of_engine = policy.rules_for(NOMINAL, NOMINAL)
     if policy.reads_capacity and not policy.is_sized:  # both have the same shares
         yield _Dimension("share of the pool", _TOKENS, of_engine, is_share=True)
         return

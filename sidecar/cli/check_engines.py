@@ -35,7 +35,7 @@ def with_engine_list(loaded: Loaded) -> tuple[Loaded, tuple[Problem, ...]]:
 
 
 def pools(policy: Policy) -> Sequence[tuple[str, Policy]]:
-    """What is printed of each pool: a heading, and the policy of the pool."""
+    """Each pool to print: a heading, and the policy of the pool."""
     if not policy.models:
         return [(f"pool: {capacity_text(policy)}", policy)]
     of_models = [(name, policy.of_model(name)) for name in policy.models]
@@ -59,7 +59,7 @@ def capacity_text(policy: Policy) -> str:
 
 
 def _sum(engines: Sequence[EngineAddress]) -> str:
-    """What is added up, as the end of a sentence; empty for one engine."""
+    """Terms of the sum, as the end of a sentence; empty for one engine."""
     prefill = pool_prefill(engines)
     besides = "" if prefill is None else f", with {prefill:,} un-prefilled tokens"
     return f"; the sum of {len(engines)} engines{besides}" if len(engines) > 1 else ""

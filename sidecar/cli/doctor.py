@@ -36,7 +36,7 @@ from sidecar.secrets import ENGINE_KEY_VARIABLE
 from sidecar.tools.doctor.conditions import ConditionState
 from sidecar.tools.doctor.examination import Finding, Options, examine
 from sidecar.tools.doctor.report import figures, report, report_of_several
-from sidecar.tools.doctor.several_engines import ExaminedEngine, capacity, findings, places_of, rows
+from sidecar.tools.doctor.several_engines import ExaminedEngine, capacity, find_places, findings, rows
 from sidecar.tools.doctor.survey import CannotLook
 
 EXAMPLE = """  sidecar doctor --upstream http://127.0.0.1:8000
@@ -168,10 +168,10 @@ def _examine_each(args: argparse.Namespace, policy: Policy) -> int:
             say(f"sidecar doctor: {title}: {error}", sys.stderr)
             codes.append(WRONG)
             found.append({"name": engine.name, "upstream": engine.url, "verdict": None, "error": str(error)})
-            engines.append(ExaminedEngine(engine, asyncio.run(places_of(engine.url)), None))
+            engines.append(ExaminedEngine(engine, asyncio.run(find_places(engine.url)), None))
             continue
         codes.append(_CODES[seen.state])
-        engines.append(ExaminedEngine(engine, asyncio.run(places_of(engine.url)), seen))
+        engines.append(ExaminedEngine(engine, asyncio.run(find_places(engine.url)), seen))
         found.append({"name": engine.name, **figures(seen)})
         if args.json != "-":
             say(f"{title}\n{report(seen)}\n")

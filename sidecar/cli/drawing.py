@@ -219,7 +219,7 @@ def _engines(engines: Sequence[EngineRow], width: int) -> Iterator[RenderableTyp
 
 
 def _sentences(overview: Overview) -> Iterator[RenderableType]:
-    """What came as promised; what leases hold, and each engine whose preemptions have raised the quantile."""
+    """Sentences on service gain, on lease sizes, and on each engine whose preemptions have raised the quantile."""
     if said := as_promised(overview.tiers):
         yield _text(f"as promised, 5 min: {said}")
         yield ""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from sidecar.admin.engine_routes import Drained, Engines
-from sidecar.cli.admin_client import PATIENCE_S, add_admin, page_of
+from sidecar.cli.admin_client import PATIENCE_S, add_admin, read_page
 from sidecar.cli.arguments import duration_s
 from sidecar.cli.output import CommandFailed, require_writable, show
 from sidecar.cluster.document import EngineRow
@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
         raise CommandFailed(mistake, 2)
     require_writable(args.json)
     if args.action == "list":
-        engines = page_of(args.admin, "/engines", Engines)
+        engines = read_page(args.admin, "/engines", Engines)
         return show(args.json, engines, lambda: lines(engines.engines))
     change = _change(args)
-    return show(args.json, change, lambda: [_said(change, args)])
+    return show(args.json, change, lambda: [_drain_sentence(change, args)])
 
 
 def _mistake(args: argparse.Namespace) -> str | None:
@@ -70,10 +70,10 @@ def _change(args: argparse.Namespace) -> Drained:
         within = "" if args.timeout is None else f"&timeout={args.timeout:.3f}s"
         path = f"{path}?wait=true{within}"
         patience_s = None if args.timeout is None else args.timeout + PATIENCE_S
-    return page_of(args.admin, path, Drained, method="POST", patience_s=patience_s)
+    return read_page(args.admin, path, Drained, method="POST", patience_s=patience_s)
 
 
-def _said(answer: Drained, args: argparse.Namespace) -> str:
+def _drain_sentence(answer: Drained, args: argparse.Namespace) -> str:
     engine = answer.engine
     if args.action == "resume":
         return f"engine {engine.name} takes requests again; it is {engine.state}"
@@ -88,8 +88,8 @@ def hit_rate(row: EngineDocument | EngineRow) -> str:
     return "-" if row.hit_rate is None else f"{'' if row.is_measured else '~'}{row.hit_rate:.0%}"
 
 
-def held_of(row: EngineDocument | EngineRow, name: str) -> str:
-    """What an engine holds of its capacity, in `tokens` or `requests`."""
+def held_part(row: EngineDocument | EngineRow, name: str) -> str:
+    """The part of its capacity that an engine holds, in `tokens` or `requests`."""
     held = count(getattr(row.held, name) or 0)
     most = None if row.capacity is None else getattr(row.capacity, name)
     return held if most is None else f"{held} of {count(most)}"
@@ -97,8 +97,8 @@ def held_of(row: EngineDocument | EngineRow, name: str) -> str:
 
 COLUMNS: Sequence[tuple[str, Callable[[EngineDocument | EngineRow], str]]] = (
     ("STATE", lambda row: row.state),
-    ("TOKENS", lambda row: held_of(row, "tokens")),
-    ("REQUESTS", lambda row: held_of(row, "requests")),
+    ("TOKENS", lambda row: held_part(row, "tokens")),
+    ("REQUESTS", lambda row: held_part(row, "requests")),
     ("UN-PREFILLED", lambda row: count(row.unprefilled_tokens)),
     ("CLAIMS", lambda row: count(row.claims)),
     ("IN FLIGHT", lambda row: count(row.in_flight)),

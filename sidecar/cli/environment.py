@@ -16,12 +16,12 @@ _OF_KUBERNETES = (
 )
 
 
-def variable_of(command: str, option: str) -> str:
+def variable_for(command: str, option: str) -> str:
     """The variable of an option: `--admin-port` of `serve` is SIDECAR_SERVE_ADMIN_PORT."""
     return "_".join(("sidecar", command, option.lstrip("-"))).replace("-", "_").upper()
 
 
-def options_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Action]:
+def options_by_name(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Action]:
     """The actions that have an option with a long name, by that."""
     found: dict[str, argparse.Action] = {}
     for action in parser._actions:
@@ -42,8 +42,8 @@ def from_environment(
         return []
     on_command_line = {option for option in map(_option, given) if option is not None}
     found: list[str] = []
-    for option, action in options_of(parser).items():
-        variable = variable_of(command, option)
+    for option, action in options_by_name(parser).items():
+        variable = variable_for(command, option)
         value = environment.get(variable, "")
         if value and not any(on_command_line.intersection(rival.option_strings) for rival in _rivals(parser, action)):
             found += _written(parser, action, option, variable, value)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from sidecar.admission.intake import SizedRequest
-from sidecar.admission.policy_snapshot import objective_of
-from sidecar.admission.request_gain import gain_of
+from sidecar.admission.policy_snapshot import objective_for
+from sidecar.admission.request_gain import gain_for
 from sidecar.cli.output import bounded
 from sidecar.durations import exact_duration, policy_duration
 from sidecar.engines.speed import DEFAULTS, Coefficients
@@ -28,7 +28,7 @@ def gain(policy: Policy, request: SizedRequest) -> Found | None:
     if not rules.is_by_gain:
         return None
     tier = policy.tiers[level]
-    own = objective = objective_of(tier)
+    own = objective = objective_for(tier)
     ignored: list[str] = []
     if objective is not None:
         objective, ignored = asked_slo(request.headers, objective)
@@ -43,7 +43,7 @@ def gain(policy: Policy, request: SizedRequest) -> Found | None:
         "why_not": _why_not(objective, request),
         "speed": _speed(DEFAULTS),
         "earns": None if request.gain is None else _earns(request.gain, request.prompt_tokens),
-        "densities": {tier.name: _density(objective_of(tier), request) for tier in policy.tiers},
+        "densities": {tier.name: _density(objective_for(tier), request) for tier in policy.tiers},
     }
 
 
@@ -98,14 +98,14 @@ def _density(objective: Objective | None, request: SizedRequest) -> int | None:
     if objective is None or request.assumed_output < 1 or request.payload.background:
         return None
     output = request.assumed_output * request.payload.shown_sequences
-    return gain_of(objective, DEFAULTS, request.prompt_tokens, output).earned_after(0)
+    return gain_for(objective, DEFAULTS, request.prompt_tokens, output).earned_after(0)
 
 
 def gain_lines(found: Found, tier: str) -> list[str]:
-    """The same for people: what it earns, then its place, from the first to the last."""
+    """Lines for people: what it earns, then its place, from the first to the last."""
     if found["always_first"]:
         return [f"   tier {tier} is always first: before all that is ordered by gain   (rule always_first)"]
-    rows = [("floor", _floor_said(found["floor"], tier))]
+    rows = [("floor", _floor_sentence(found["floor"], tier))]
     if found["earns"] is not None:
         rows += _earning(found)
     rows += _first(found)
@@ -113,7 +113,7 @@ def gain_lines(found: Found, tier: str) -> list[str]:
     return [f"   {label:<9} {said}" for label, said in rows]
 
 
-def _floor_said(floor: Found, tier: str) -> str:
+def _floor_sentence(floor: Found, tier: str) -> str:
     of = f"fair {_percent(floor['fair'])} of its reserve, {_percent(floor['reserve'])}"
     if floor["part"] > floor["fair"] * floor["reserve"]:
         of = f"what it never lends of its reserve, {_percent(floor['reserve'])}"

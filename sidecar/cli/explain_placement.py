@@ -18,7 +18,7 @@ Found = dict[str, Any]
 
 def of_model(policy: Policy, model: str | None, body: bytes) -> Policy:
     """The policy of the pool that serves a request for a model. Raises InvalidBody or ModelNotFound where none does."""
-    return policy.of_model(ModelNames(policy).model_of(model, body)) if policy.models else policy
+    return policy.of_model(ModelNames(policy).model_for(model, body)) if policy.models else policy
 
 
 def empty_pool(policy: Policy) -> Pool:
@@ -65,7 +65,7 @@ def placement(policy: Policy, pool: Policy, holds: Found) -> Found | None:
 
 
 def _holds(engine: EngineAddress, holds: Found) -> bool:
-    """Whether an engine that is empty has room, as far as the policy says it."""
+    """True if an engine that is empty has room, as far as the policy says it."""
     tokens, requests = engine.capacity.size(None, None)
     return (tokens is None or holds["tokens"] <= tokens) and (requests is None or holds["requests"] <= requests)
 
@@ -79,7 +79,7 @@ def _affinity(affinity: Affinity) -> Found:
 
 
 def placement_lines(found: Found) -> list[str]:
-    """The same for people."""
+    """Lines for people on the placement."""
     if found["discovery"] == Discovery.MOUNTED.value:
         return ["   that of the process which got the request: no other can run it", *_bound(found)]
     lines = [] if found["model"] is None else [f"   the pool of model {found['model']}"]

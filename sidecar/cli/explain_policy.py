@@ -15,7 +15,7 @@ from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
-from sidecar.admission.request_path import endpoint_of
+from sidecar.admission.request_path import find_endpoint
 from sidecar.admission.turn import Turn, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_refused_everywhere(found: Found) -> bool:
-    """Whether a POST to an unguarded path is refused, wherever the middleware runs."""
+    """True if a POST to an unguarded path is refused, wherever the middleware runs."""
     return not found["guarded"] and all(way["sending"] == "refused" for way in found["unguarded"])
 
 
@@ -110,7 +110,7 @@ class RequestExplanation:
         """All that can be said of a request to a path, perhaps with a query, as JSON types."""
         path, _, said = target.partition("?")
         query = said.encode("utf-8", "surrogateescape")
-        endpoint = endpoint_of(self._snapshot.endpoints, {"path": path})
+        endpoint = find_endpoint(self._snapshot.endpoints, {"path": path})
         self._found = {"path": path, "guarded": endpoint is not None, "mode": self._policy.mode.value}
         if endpoint is None:
             self._found["guarded_paths"] = sorted(self._policy.endpoints)
@@ -176,7 +176,7 @@ class RequestExplanation:
         self._found["engine"] = self._engine(endpoint.api, request.classification.level)
 
     def _note_sources(self, asked: Asked, tenant: Tenant) -> None:
-        """What each source says of the tier. The first that answers wins, unless one before it is refused."""
+        """Notes each source's answer for the tier. The first that answers wins, unless one before it is refused."""
         answers = self._snapshot.classifier.answers(asked, tenant)
         first = next((answer for answer in answers if answer.refusal is not None or answer.level is not None), None)
         self._found["sources"] = [
@@ -184,7 +184,7 @@ class RequestExplanation:
         ]
 
     def _named_by(self, headers: dict[bytes, bytes], key: bytes | None) -> str:
-        """What has named the tenant of a request."""
+        """The source that named the tenant of a request."""
         gateway = self._policy.gateway
         if gateway is not None and gateway.tenant_header in headers and gateway.sent(self._client, ()):
             return f"the gateway's {gateway.tenant_header.decode('ascii')}"
@@ -316,7 +316,7 @@ def _steps(found: Found) -> Iterator[tuple[str, list[str]]]:
     if found.get("gain") is not None:
         yield "Its place among requests that wait (order: gain)", gain_lines(found["gain"], found["tier"])
     if "engine" in found:
-        yield f"The priority sent to the engine ({found['engine']['name']})", _told(found)
+        yield f"The priority sent to the engine ({found['engine']['name']})", _engine_lines(found)
 
 
 _LISTS = "lists the models"
@@ -338,7 +338,7 @@ def _who(tenant: Found) -> list[str]:
 def _which(found: Found) -> list[str]:
     lines, settled = [], False
     for source in found["sources"]:
-        said = _said(source)
+        said = _source_line(source)
         if settled:
             said += "   (not asked: decided already)"
         elif source["wins"]:
@@ -358,7 +358,7 @@ def _which(found: Found) -> list[str]:
     return lines
 
 
-def _said(source: Found) -> str:
+def _source_line(source: Found) -> str:
     if source["refused"]:
         return f"{source['statement']}: {source['value']}, which is no tier"
     if source["tier"] is None:
@@ -422,7 +422,7 @@ def _learned(holds: Found) -> list[str]:
     return [f"   {said} (capacity: {{learn: {holds['learn']}}})"]
 
 
-def _told(found: Found) -> list[str]:
+def _engine_lines(found: Found) -> list[str]:
     engine = found["engine"]
     lines = [f"   header {name}: {value}" for name, value in engine["headers"].items()]
     if engine["member"]:

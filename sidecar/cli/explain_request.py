@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from sidecar.cli.admin_client import CannotSee, page_of
+from sidecar.cli.admin_client import CannotSee, read_page
 from sidecar.cli.output import CommandFailed, show
 from sidecar.explain.document import Explanation, WaitDetails
 from sidecar.explain.steps import (
@@ -34,7 +34,7 @@ def _ask(admins: Sequence[str], wanted: str) -> tuple[Explanation | None, list[s
     refusals: list[str] = []
     for admin in admins:
         try:
-            return page_of(admin, f"/requests/{quote(wanted, safe='')}", Explanation), refusals
+            return read_page(admin, f"/requests/{quote(wanted, safe='')}", Explanation), refusals
         except CannotSee as refusal:  # noqa: PERF203  the next replica may have it
             said = str(refusal)
             refusals.append(said if admin in said else f"{admin}: {said}")

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.arguments import ADMIN, ADMIN_PORT, CLIENTS_PORT, server_url, whole_number
-from sidecar.cli.init_engines import disagreement, engine_names, engines_of, models_of
+from sidecar.cli.init_engines import disagreement, engine_names, engines_by_model, recommended_engines
 from sidecar.cli.init_files import DENY, pool_file, tenant_file, tier_by_tenant, tiers_for
 from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, say, write_json
 from sidecar.engines.base import Facts, Gauges
@@ -155,8 +155,8 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
         capacity = _capacity(read, given)
     else:
         names = engine_names(args.upstream)
-        models = dict(models_of(names, reads))
-        capacity = engines_of(args.upstream, names, [_capacity(one, given) for one in reads], models)
+        models = dict(engines_by_model(names, reads))
+        capacity = recommended_engines(args.upstream, names, [_capacity(one, given) for one in reads], models)
     who = "the engine runs" if len(reads) == 1 else "the engines together run"
     tiers = tiers_for(args.tiers, at_once, who, preempts=not args.mounted)  # no app expects a request twice
     by_tenant = tier_by_tenant(args.tenants, tiers.bodies)
@@ -232,7 +232,7 @@ def _unasked(args: argparse.Namespace) -> Survey:
 
 
 def _origin(args: argparse.Namespace, read: Survey, at_once: int | None, *, is_sidecar: bool) -> str:
-    """What the policy is written for, printable, whatever the engine's pages hold."""
+    """Origin of the policy, printable, whatever the engine's pages hold."""
     if args.mounted:
         of_kind = f" of {read.engine.title}" if read.engine.carriers else ""
         return f"the middleware in an app of your own, whose engine{of_kind} runs {at_once:,} requests at once"
@@ -314,7 +314,7 @@ def written_keys(folder: str | None, keys: Mapping[str, str]) -> Iterator[Mappin
 
 @contextmanager
 def _all_or_none(folder: Path) -> Iterator[list[Path]]:
-    """What the block makes, and adds to the list, is gone again where it raises. An OSError becomes CannotWrite."""
+    """Removes the files that the block adds to the list, if it raises. An OSError becomes CannotWrite."""
     made: list[Path] = []
     try:
         yield made
@@ -357,7 +357,7 @@ def _check(folder: Path) -> None:
 
 
 def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> str:
-    """What was done, and the next steps."""
+    """Summary of the files written, and the next steps."""
     engine, folder = ENGINES[figures["engine"]], shlex.quote(args.dir)
     port, admin = free_port(CLIENTS_PORT, args.upstream), free_port(ADMIN_PORT, args.upstream)
     upstream = "" if figures["engines"] else f"--upstream {shlex.quote((args.upstream or [_ENGINE_URL])[0])} "

@@ -54,7 +54,7 @@ def _host_name(url: str) -> str | None:
         return None
 
 
-def models_of(names: Sequence[str], reads: Sequence[Survey]) -> Mapping[str, list[str]]:
+def engines_by_model(names: Sequence[str], reads: Sequence[Survey]) -> Mapping[str, list[str]]:
     """The engines of each model, where they serve several; empty where they serve one, or do not say which."""
     found: dict[str, list[str]] = {}
     for name, read in zip(names, reads, strict=True):
@@ -66,7 +66,7 @@ def models_of(names: Sequence[str], reads: Sequence[Survey]) -> Mapping[str, lis
     return found if len(found) > 1 else {}
 
 
-def engines_of(
+def recommended_engines(
     urls: Sequence[str], names: Sequence[str], capacities: Sequence[Recommendation], models: Mapping[str, list[str]]
 ) -> Recommendation:
     """The policy's `engines`, and its `models` where there are several. `capacities` has one for each engine."""

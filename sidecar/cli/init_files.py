@@ -94,7 +94,7 @@ class StarterTiers:
     reason: str
 
     def has(self, key: str) -> bool:
-        """Whether a tier has a key that begins so."""
+        """True if a tier has a key that begins so."""
         return any(f"\n    {key}" in body for body in self.bodies.values())
 
 

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from time import gmtime, strftime
 
-from sidecar.cli.admin_client import add_admin, page_of
+from sidecar.cli.admin_client import add_admin, read_page
 from sidecar.cli.output import require_writable, show
 from sidecar.cluster.dry_run import ObservedReport, ObservedRow
 from sidecar.cluster.phrases import count
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the report. Returns 1 where the admin port does not answer, or the figures cannot be written."""
     require_writable(args.json)
-    report = page_of(args.admin, "/observed", ObservedReport)
+    report = read_page(args.admin, "/observed", ObservedReport)
     return show(args.json, report, lambda: lines(report))
 
 
@@ -93,7 +93,7 @@ def _moment(at_s: float) -> str:
 
 
 def _replicas(number: int, verb: str | None = None) -> str:
-    """So many replicas, and what they do or did."""
+    """The number of replicas with its noun, and the verb that agrees with it."""
     if number == 1:
         return f"1 replica {verb or 'observes'}"
     return f"{number} replicas {verb or 'observe'}"

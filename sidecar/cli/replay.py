@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from sidecar.admission.policy_snapshot import objective_of
+from sidecar.admission.policy_snapshot import objective_for
 from sidecar.apis import Api
 from sidecar.cli.api_key import add_key, key_given
 from sidecar.cli.arguments import number, server_url, whole_number
@@ -111,11 +111,11 @@ class _Command:
         heading = _heading(replay, jitter_s)
         say("\n".join(heading), self.out)
         played = [await play_run(one, replay, reporter(one.name)) for one in planned]
-        return self._told(heading, replay, played)
+        return self._report_runs(heading, replay, played)
 
     def _objectives(self) -> Mapping[str, Objective]:
         tiers = () if self.policy is None else self.policy.tiers
-        return {tier.name: objective for tier in tiers if (objective := objective_of(tier)) is not None}
+        return {tier.name: objective for tier in tiers if (objective := objective_for(tier)) is not None}
 
     async def _control(self) -> Control | None:
         """Where the control is played. A server that is not the upstream gets no tenant's key."""
@@ -173,7 +173,7 @@ class _Command:
             ignore_eos=upstream.engine.has_ignore_eos if args.ignore_eos is None else args.ignore_eos,
         )
 
-    def _told(self, heading: Sequence[str], replay: TraceReplay, played: Sequence[ReplayedTrace]) -> int:
+    def _report_runs(self, heading: Sequence[str], replay: TraceReplay, played: Sequence[ReplayedTrace]) -> int:
         """Prints and writes what was found."""
         figures = [one.figures for one in played]
         compared = comparison(played)

@@ -171,7 +171,7 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_check
     """Serves in this process. Returns why it could not begin."""
     from sidecar.policy.model import Mode
     from sidecar.server import CannotServe, server
-    from sidecar.server.certificate import certificate_of
+    from sidecar.server.certificate import new_certificate
     from sidecar.serving import Serving, load_policy, upstreams
     from sidecar.telemetry.setup import TelemetryError
 
@@ -179,7 +179,7 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_check
         policy = load_policy(settings.policy)
         if is_checked and policy.mode is not Mode.PASS:
             _check(policy, settings)
-        certificate = certificate_of(settings.tls_cert, settings.tls_key)
+        certificate = new_certificate(settings.tls_cert, settings.tls_key)
         serving = Serving(settings, policy, _access(settings))
         server.run(
             server.serve(
@@ -229,9 +229,9 @@ def _check(policy: Policy, settings: ServeSettings) -> None:
 
 def _access(settings: ServeSettings) -> Access:
     """How the admin port is guarded, with a warning where it is not. Raises ValueError."""
-    from sidecar.admin.auth import access_of, open_port
+    from sidecar.admin.auth import open_port, read_access
 
-    access = access_of(os.environ, settings.admin_host)
+    access = read_access(os.environ, settings.admin_host)
     if access.is_open:
         _log.warning("%s", open_port(settings.admin_host), extra={"event": "admin_port_open"})
     return access

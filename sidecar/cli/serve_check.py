@@ -1,4 +1,4 @@
-"""What `sidecar serve` looks at before it begins: whether the policy and the engines fit together.
+"""Checks before `sidecar serve` begins: fit of the policy and the engines.
 
 It is `sidecar doctor --read-only`, for a few seconds at most. Nothing is sent that generates. What is found goes into
 the log, and never keeps the command from serving: an engine may begin later than its sidecar.
@@ -18,7 +18,7 @@ from sidecar.policy.model import Policy
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.tools.doctor.examination import Examination, Options, examine
 from sidecar.tools.doctor.report import mistakes
-from sidecar.tools.doctor.several_engines import ExaminedEngine, findings, places_of
+from sidecar.tools.doctor.several_engines import ExaminedEngine, find_places, findings
 from sidecar.tools.doctor.survey import CannotLook
 
 if sys.version_info >= (3, 11):
@@ -56,7 +56,7 @@ async def _check_one(policy: Policy, url: str) -> None:
 async def _check_each(policy: Policy, engines: Sequence[EngineAddress]) -> None:
     asked = engines[:MOST_ENGINES]
     seen = await asyncio.gather(*(_examined(policy.of_engines([engine]), engine.url) for engine in asked))
-    places = await asyncio.gather(*(places_of(engine.url) for engine in asked))
+    places = await asyncio.gather(*(find_places(engine.url) for engine in asked))
     for engine, one in zip(asked, seen, strict=True):
         if one is not None:
             _tell(f"engine {engine.name}", one)

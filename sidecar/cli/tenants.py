@@ -17,7 +17,7 @@ from urllib.parse import quote
 import msgspec
 
 from sidecar.admin.tenant_routes import Removed, Tenants
-from sidecar.cli.admin_client import add_admin, page_of
+from sidecar.cli.admin_client import add_admin, read_page
 from sidecar.cli.output import CommandFailed, require_writable, show
 from sidecar.policy.keys import hash_line, new_key
 from sidecar.policy.source import read
@@ -89,14 +89,14 @@ def _list(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
     rows: list[TenantRow] = []
     after: str | None = ""
     while after is not None:
-        page = page_of(args.admin, f"/tenants?after={quote(after, safe='')}", Tenants)
+        page = read_page(args.admin, f"/tenants?after={quote(after, safe='')}", Tenants)
         rows += page.tenants
         after = page.next if page.next is not None and page.next > after else None
     return Tenants(rows, None, page.change), lines(rows)
 
 
 def _show(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
-    found = page_of(args.admin, f"/tenants/{quote(args.name, safe='')}", Tenants)
+    found = read_page(args.admin, f"/tenants/{quote(args.name, safe='')}", Tenants)
     return found, lines(found.tenants)
 
 
@@ -109,7 +109,7 @@ def _add(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
             hashes = [hash_line(key)]
         record["keys"] = hashes
     path = "/tenants?replace=true" if args.replace else "/tenants"
-    answer = page_of(args.admin, path, Tenants, method="POST", body=_encode(record), patience_s=_PATIENCE_S)
+    answer = read_page(args.admin, path, Tenants, method="POST", body=_encode(record), patience_s=_PATIENCE_S)
     said = lines(answer.tenants)
     if key is not None:
         said += ["", f"key   {key}", "      for the client; shown this once, and stored nowhere"]
@@ -118,7 +118,7 @@ def _add(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
 
 def _remove(args: argparse.Namespace) -> tuple[Removed, list[str]]:
     path = f"/tenants/{quote(args.name, safe='')}"
-    answer = page_of(args.admin, path, Removed, method="DELETE", patience_s=_PATIENCE_S)
+    answer = read_page(args.admin, path, Removed, method="DELETE", patience_s=_PATIENCE_S)
     return answer, [f"tenant {answer.removed} is removed: its keys stop on every replica within a second"]
 
 

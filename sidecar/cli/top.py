@@ -22,7 +22,7 @@ from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.text import Text
 
-from sidecar.cli.admin_client import CannotSee, add_admin, page_of
+from sidecar.cli.admin_client import CannotSee, add_admin, read_page
 from sidecar.cli.arguments import duration_s
 from sidecar.cli.drawing import Fitted, draw
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
@@ -76,7 +76,7 @@ def _console(width: int) -> Console:
 
 
 def _can_watch() -> bool:
-    """Whether standard output is a terminal that can be drawn on, and standard input its keys."""
+    """True if standard output is a terminal that can be drawn on, and standard input its keys."""
     has_keys = sys.stdin.isatty() and sys.platform != "win32"
     return has_keys and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
@@ -135,7 +135,7 @@ def _end(number: int, _: FrameType | None) -> None:
 
 def _overview(admin: str) -> Overview:
     """Asks the admin port. Raises CannotSee."""
-    return page_of(admin, "/overview", Overview)
+    return read_page(admin, "/overview", Overview)
 
 
 def _seconds(text: str) -> float:

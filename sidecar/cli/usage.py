@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 from sidecar.admin.operations import MOST_DAYS
 from sidecar.admin.usage_routes import Usage, UsageRow
-from sidecar.cli.admin_client import CannotSee, add_admin, page_of
+from sidecar.cli.admin_client import CannotSee, add_admin, read_page
 from sidecar.cli.arguments import whole_number
 from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, require_writable, show, write_json
 from sidecar.policy.fields import MOST_USAGE_DAYS
@@ -90,7 +90,7 @@ def _parts(first: date, last: date) -> Iterator[tuple[date, date]]:
 def _page(args: argparse.Namespace, first: str | None, last: str | None) -> Usage:
     asked = {"from": first, "to": last, "tenant": args.tenant}
     query = urlencode({name: value for name, value in asked.items() if value is not None})
-    return page_of(args.admin, f"/usage?{query}", Usage, patience_s=_PATIENCE_S, most_bytes=_MOST_BYTES)
+    return read_page(args.admin, f"/usage?{query}", Usage, patience_s=_PATIENCE_S, most_bytes=_MOST_BYTES)
 
 
 def lines(rows: Sequence[UsageRow], by: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ class OldestWaiter(msgspec.Struct, frozen=True):
         float,
         gauge(
             "admission.queue.oldest_wait",
-            "How long the oldest request that waits in this process has waited.",
+            "How long the oldest waiting request of this process has waited.",
             SECONDS,
             missing=0.0,
         ),
@@ -33,7 +33,7 @@ class OldestWaiter(msgspec.Struct, frozen=True):
         float,
         gauge(
             "admission.queue.longest_starvation",
-            "How long ago the oldest request that waits in this process was first overtaken by a later one.",
+            "How long ago that one was first overtaken.",
             SECONDS,
             missing=0.0,
         ),
@@ -43,7 +43,7 @@ class OldestWaiter(msgspec.Struct, frozen=True):
 
 
 class TierWaits(msgspec.Struct, frozen=True):
-    """What one tier has waiting in one process.
+    """Requests of one tier that wait in one process.
 
     `is_at_limit` where others pass its requests because the tier has all that its own `limit` allows.
     """
@@ -78,7 +78,7 @@ class Promised(msgspec.Struct, frozen=True):
 
 
 class TierShare(msgspec.Struct, frozen=True):
-    """What one tier holds of the pool, and may hold."""
+    """Room of the pool that one tier holds, and may hold."""
 
     tier: str
     held: Annotated[Amount, amounts("admission.held", "Tokens held by leases.", "Requests held by leases.", Over.POOL)]
@@ -146,9 +146,8 @@ class PoolFigures(msgspec.Struct, frozen=True):
         Amount,
         amounts(
             "admission.aborting",
-            "Tokens held by these leases.",
-            "Requests held by leases of this process whose requests have ended before their answer, until the engine "
-            "has aborted them.",
+            "Tokens of requests of this process that ended early, until the engine has aborted them.",
+            "These requests.",
             Over.SUM,
         ),
     ] = Amount(0, 0)
@@ -157,7 +156,7 @@ class PoolFigures(msgspec.Struct, frozen=True):
         int | None,
         gauge(
             "admission.policy.generations",
-            "Different policies that the pool's processes run: more than 1 in a roll-out, or where one stands still.",
+            "Different policies that the pool's processes run.",
             "{policy}",
         ),
     ] = None
@@ -181,7 +180,7 @@ class PoolFigures(msgspec.Struct, frozen=True):
         float | None,
         counter(
             "admission.no_engine_fits",
-            "For how long a request waited that fitted the pool, because no engine that it wanted took it.",
+            "For how long a request that fitted the pool waited for an engine.",
             SECONDS,
             Over.ONCE,
         ),

@@ -41,8 +41,8 @@ def doubts(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts], holds: Mapp
     if not holds and not total.unknown:
         return []
     summed = _added_up(holds.values())
-    of_all = [*_of_engine(summed), *_of_clients(summed), *_of_unknown(total)]
-    return [*of_all, *_of_tiers(holds), *_of_tails(by_tier)]
+    of_all = [*_engine_doubts(summed), *_client_doubts(summed), *_unknown_doubts(total)]
+    return [*of_all, *_tier_doubts(holds), *_tail_doubts(by_tier)]
 
 
 def _added_up(all_holds: Iterable[ShadowHolds]) -> ShadowHolds:
@@ -54,7 +54,7 @@ def _added_up(all_holds: Iterable[ShadowHolds]) -> ShadowHolds:
     return summed
 
 
-def _of_engine(holds: ShadowHolds) -> Iterator[Doubt]:
+def _engine_doubts(holds: ShadowHolds) -> Iterator[Doubt]:
     if _is_much(holds.unlearned, holds.shadows):
         yield Doubt(
             "",
@@ -80,12 +80,12 @@ def _of_engine(holds: ShadowHolds) -> Iterator[Doubt]:
 
 
 def _agrees(holds: ShadowHolds) -> bool:
-    """Whether the drawn times are right on average, as far as they are known since."""
+    """True if the drawn times are right on average, as far as they are known since."""
     is_known = holds.guessed_and_known >= max(FEWEST, holds.guessed // 4)
     return is_known and abs(holds.guessed_s - holds.known_s) <= MOST_APART * holds.known_s
 
 
-def _of_clients(holds: ShadowHolds) -> Iterator[Doubt]:
+def _client_doubts(holds: ShadowHolds) -> Iterator[Doubt]:
     if _is_much(holds.left, holds.shadows):
         yield Doubt(
             "",
@@ -95,7 +95,7 @@ def _of_clients(holds: ShadowHolds) -> Iterator[Doubt]:
         )
 
 
-def _of_unknown(total: DryRunCounts) -> Iterator[Doubt]:
+def _unknown_doubts(total: DryRunCounts) -> Iterator[Doubt]:
     dropped = sum(number for code, number in total.unknown.items() if code in _OWN_FAULT)
     if dropped and dropped > 0.01 * total.requests:
         yield Doubt(
@@ -105,7 +105,7 @@ def _of_unknown(total: DryRunCounts) -> Iterator[Doubt]:
         )
 
 
-def _of_tiers(holds: Mapping[str, ShadowHolds]) -> Iterator[Doubt]:
+def _tier_doubts(holds: Mapping[str, ShadowHolds]) -> Iterator[Doubt]:
     for tier, one in holds.items():
         if one.arrivals >= FEWEST_ARRIVALS and one.followed > MOST_BY_CHANCE * one.arrivals:
             share = round(100 * one.followed / one.arrivals)
@@ -117,7 +117,7 @@ def _of_tiers(holds: Mapping[str, ShadowHolds]) -> Iterator[Doubt]:
             )
 
 
-def _of_tails(by_tier: Mapping[str, DryRunCounts]) -> Iterator[Doubt]:
+def _tail_doubts(by_tier: Mapping[str, DryRunCounts]) -> Iterator[Doubt]:
     for tier, counts in by_tier.items():
         p90_s, p99_s = counts.wait_us(0.9) / 1e6, counts.wait_us(0.99) / 1e6
         if tier and counts.admitted <= FEW_IN_TAIL and p99_s > max(p90_s + TAIL_FROM_S, p90_s * TAIL_TIMES):

@@ -153,7 +153,7 @@ def conclusion(mode: Mode, total: DryRunCounts, by_tier: Mapping[str, DryRunCoun
 
 def _refused(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
     refused = sum(total.refused.values())
-    sentence = f"Enforcing would have refused {_of_all(refused, total.requests)}"
+    sentence = f"Enforcing would have refused {_share_of_all(refused, total.requests)}"
     reasons = sorted(
         ((number, code, tier) for tier, tally in by_tier.items() for code, number in tally.refused.items()),
         key=lambda reason: (-reason[0], reason[1:]),
@@ -187,7 +187,7 @@ def _not_known(total: DryRunCounts) -> list[str]:
     return [*said, f"{total.waiting:,} more would still be waiting, the longest for {longest} so far."]
 
 
-def _of_all(number: int, requests: int) -> str:
+def _share_of_all(number: int, requests: int) -> str:
     noun = "request" if requests == 1 else "requests"
     return f"{number or 'none'} of {requests:,} {noun}" + (f" ({_share(number, requests)})" if number else "")
 

@@ -30,7 +30,7 @@ def engine_rows(documents: Sequence[EngineDocument], others: Iterable[ReplicaRep
 
 
 def _row(document: EngineDocument, reports: Sequence[ReplicaReport]) -> EngineRow:
-    theirs = [(report, _of(document.name, report)) for report in reports]
+    theirs = [(report, _latest(document.name, report)) for report in reports]
     same = [seen for _, seen in theirs if seen is not None and seen.id == document.id]
     return EngineRow(
         name=document.name,
@@ -59,7 +59,7 @@ def _elsewhere(document: EngineDocument, theirs: Sequence[tuple[ReplicaReport, E
     return "; ".join(f"{state} at {_named(replicas)}" for state, replicas in sorted(by_state.items()))
 
 
-def _of(name: str, report: ReplicaReport) -> EngineReport | None:
+def _latest(name: str, report: ReplicaReport) -> EngineReport | None:
     """The latest incarnation of an engine in a report."""
     return next((found for found in reversed(report.engines or []) if found.name == name), None)
 

@@ -15,10 +15,10 @@ import msgspec
 from sidecar.cluster.document import Overview, RefusalView, TenantView, TierShare, TierView, TierWaits
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.engines import EngineLists, engine_reports, engine_rows
-from sidecar.cluster.phrases import crowd, engine_headline, headline, said_of, starving, waits_at_its_limit
-from sidecar.cluster.report import Heard, ReceivedReport, ReplicaReport, heard, pack, replica_views
+from sidecar.cluster.phrases import crowd, engine_headline, headline, sentence_for, starving, waits_at_its_limit
+from sidecar.cluster.report import PeerReports, ReceivedReport, ReplicaReport, pack, read_peers, replica_views
 from sidecar.cluster.sources import Sources
-from sidecar.cluster.tiers import tier_shares, tier_waits, waits_of
+from sidecar.cluster.tiers import sum_waits, tier_shares, tier_waits
 from sidecar.engines.view import Amount
 from sidecar.events import Refused, StoreState
 from sidecar.policy.model import Mode
@@ -111,7 +111,7 @@ class PoolOverview:
         self._news = asyncio.Event()
         self._engine_lists = EngineLists()
         self._host = socket.gethostname()
-        self._heard = Heard()
+        self._peers = PeerReports()
         self._trouble: str | None = None
         self._made: Overview | None = None
         self._sharing: asyncio.Task[None] | None = None
@@ -170,13 +170,13 @@ class PoolOverview:
         # Without the store, `state` is this replica's own, and so is all the rest. The pool's notices say so.
         others = [] if is_alone(state) else self._others(at_s)
         trouble = [self._trouble] if self._trouble and not is_alone(state) else []
-        unreadable = [] if is_alone(state) else [_unreadable(name) for name in self._heard.unreadable]
+        unreadable = [] if is_alone(state) else [_unreadable(name) for name in self._peers.unreadable]
         # The waits of a replica that observes are those of shadow requests: they are not shown beside real ones.
         alike = [own, *(it.report for it in others if it.report.mode == mode.value)]
-        tiers = [self._tier(share, waits_of(share.tier, alike), at_s) for share in tier_shares(policy, state)]
+        tiers = [self._tier(share, sum_waits(share.tier, alike), at_s) for share in tier_shares(policy, state)]
         tenants, replicas = self._tenants(), replica_views([ReceivedReport(own, 0.0), *others])
         without_engine = engine_headline(replicas, sum(tier.queued.requests or 0 for tier in tiers), mode)
-        said = headline(tiers, is_alone=not others) + crowd(tenants, is_alone=not others)
+        sentence = headline(tiers, is_alone=not others) + crowd(tenants, is_alone=not others)
         capacity = Amount(**state["capacity"])
         held = Amount(sum(it.held.tokens or 0 for it in tiers), sum(it.held.requests or 0 for it in tiers))
         return Overview(
@@ -187,7 +187,7 @@ class PoolOverview:
             at_s=round(at_s, 3),
             mode="shared" if "store" in state else "local",
             starving=starving(tiers),
-            headline=without_engine or said_of(mode, said),
+            headline=without_engine or sentence_for(mode, sentence),
             lacks_engine=without_engine is not None,
             capacity=capacity,
             held=held,
@@ -227,7 +227,7 @@ class PoolOverview:
         )
 
     def _tier(self, share: TierShare, waits: TierWaits, at_s: float) -> TierView:
-        level = self._sources.policy().level_of(share.tier)
+        level = self._sources.policy().level_for(share.tier)
         assert level is not None
         lately = self._sources.recent.read(share.tier, at_s)
         overtaken_by = dict(sorted(lately.overtaken_by.items(), key=lambda pair: -pair[1].requests))
@@ -242,7 +242,7 @@ class PoolOverview:
         )
 
     def _tenants(self) -> list[TenantView]:
-        """Those that hold most here, then those of whom most waits."""
+        """Tenants that hold most here, then those with most waiting."""
         found = [TenantView(name, *holding) for name, holding in self._sources.tenants().items()]
         return sorted(found, key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))
 
@@ -254,7 +254,7 @@ class PoolOverview:
         return [f"the dry run is not to be trusted at this load: {doubt.reason}" for doubt in report.doubts]
 
     def _others(self, at_s: float) -> list[ReceivedReport]:
-        return self._heard.still_there(at_s, FORGET_AFTER_S)
+        return self._peers.recent(at_s, FORGET_AFTER_S)
 
     async def _keep_sharing(self) -> None:
         while True:
@@ -276,7 +276,7 @@ class PoolOverview:
             self._trouble = None if is_said else f"the other replicas are not shown: {reason}"
             self._hear(report)
             return False
-        self._heard, self._trouble = heard(peers, self._now_s()), None
+        self._peers, self._trouble = read_peers(peers, self._now_s()), None
         self._hear(report)
         return True
 
@@ -300,7 +300,7 @@ def _unreadable(replica: str) -> str:
 
 
 def is_alone(state: Mapping[str, Any]) -> bool:
-    """Whether a pool's state is this replica's alone: the pool is shared, and its store does not decide."""
+    """True if a pool's state is this replica's alone: the pool is shared, and its store does not decide."""
     return "store" in state and state["store"]["state"] != StoreState.SHARED.value
 
 

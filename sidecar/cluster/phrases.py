@@ -56,7 +56,7 @@ def as_promised(tiers: Sequence[TierView]) -> str:
 
 
 def lease_sizes(rows: Sequence[EngineSizesDocument]) -> str:
-    """What leases hold and use at all engines, and what is in force; empty where no output length is learned."""
+    """Sentence on lease sizes at all engines, and on the quantile in force; empty where no output length is learned."""
     if not rows:
         return ""
     held, used = sum(row.held_tokens for row in rows), sum(row.used_tokens for row in rows)
@@ -86,7 +86,7 @@ def main_overtaking(overtaken_by: Mapping[str, Overtakings]) -> tuple[str, str] 
 
 
 def waits_at_its_limit(overtaken_by: Mapping[str, Overtakings]) -> bool:
-    """Whether a tier waits for room of its own: others pass it because it has all that its `limit` allows."""
+    """True if a tier waits for room of its own: others pass it because it has all that its `limit` allows."""
     found = main_overtaking(overtaken_by)
     return found is not None and found[1] == "limit"
 
@@ -151,7 +151,7 @@ def engine_headline(replicas: Sequence[ReplicaView], waiting: int, mode: Mode) -
     return f"{sentence} {waits}."
 
 
-def said_of(mode: Mode, sentence: str) -> str:
+def sentence_for(mode: Mode, sentence: str) -> str:
     """The sentence for that mode: in `observe`, it is about the requests that would be held; `pass` decides nothing."""
     if mode is Mode.PASS:
         return "Every request passes untouched (mode: pass). Nothing is checked, held, counted or limited."
@@ -168,7 +168,9 @@ def _starves(tier: TierView, *, is_alone: bool) -> str:
 
 
 def _overtaker(tier: TierView, *, is_alone: bool) -> str:
-    """What overtook a tier most often in the last five minutes and why, as a sentence; empty where nothing did."""
+    """The tier that overtook this one most often in the last five minutes and why, as a sentence; empty where
+    nothing did.
+    """
     found = main_overtaking(tier.overtaken_by)
     if found is None:
         return ""

@@ -69,25 +69,25 @@ class ReceivedReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class PeerReports:
     """The other replicas as they were heard `at_s`, and the names of those whose reports could not be read."""
 
     received: Sequence[ReceivedReport] = ()
     unreadable: Sequence[str] = ()
     at_s: float = 0.0
 
-    def still_there(self, at_s: float, forget_after_s: float) -> list[ReceivedReport]:
-        """Those that are still heard of at `at_s`, with their ages then."""
+    def recent(self, at_s: float, forget_after_s: float) -> list[ReceivedReport]:
+        """Reports that are recent enough at `at_s`, with their ages then."""
         more_s = max(0.0, at_s - self.at_s)
         aged = (ReceivedReport(one.report, one.age_s + more_s) for one in self.received)
         return [one for one in aged if one.age_s <= forget_after_s]
 
 
-def heard(peers: Mapping[str, PeerReport], at_s: float) -> Heard:
-    """What the other replicas have left, read `at_s`."""
+def read_peers(peers: Mapping[str, PeerReport], at_s: float) -> PeerReports:
+    """Reports that the other replicas left, read `at_s`."""
     found = {name: unpack(peer.report) for name, peer in peers.items()}
     received = [ReceivedReport(report, peers[name].age_s) for name, report in found.items() if report is not None]
-    return Heard(received, [name for name, report in found.items() if report is None], at_s)
+    return PeerReports(received, [name for name, report in found.items() if report is None], at_s)
 
 
 def replica_views(received: Iterable[ReceivedReport]) -> list[ReplicaView]:

@@ -13,7 +13,7 @@ from sidecar.pools import Grant
 
 
 def tier_shares(policy: Policy, state: Mapping[str, Any]) -> Sequence[TierShare]:
-    """What each tier holds of the pool and may hold; `state` is the pool's."""
+    """Room of the pool that each tier holds and may hold; `state` is the pool's."""
     return [
         TierShare(
             tier.name,
@@ -29,7 +29,7 @@ def tier_shares(policy: Policy, state: Mapping[str, Any]) -> Sequence[TierShare]
 
 
 def tier_waits(state: Mapping[str, Any], oldest: Sequence[Grant | None], replica: str = "") -> Sequence[TierWaits]:
-    """What each tier has waiting in this process, `replica`."""
+    """Requests of each tier that wait in this process, `replica`."""
     return [
         TierWaits(tier["tier"], Amount(**tier["queued"]), _oldest_waiter(grant, replica))
         for tier, grant in zip(state["tiers"], oldest, strict=True)
@@ -42,8 +42,8 @@ def _oldest_waiter(grant: Grant | None, replica: str) -> OldestWaiter | None:
     return OldestWaiter(grant.queue_wait_us / 1e6, grant.starvation_us / 1e6, dict(grant.served_ahead), replica)
 
 
-def waits_of(tier: str, reports: Iterable[ReplicaReport]) -> TierWaits:
-    """What a tier has waiting in all replicas, and the one that has waited longest."""
+def sum_waits(tier: str, reports: Iterable[ReplicaReport]) -> TierWaits:
+    """Requests of a tier that wait in all replicas, and the one that has waited longest."""
     found = [waits for report in reports for waits in report.tiers if waits.tier == tier]
     longest = max(found, key=lambda waits: waits.oldest.wait_s if waits.oldest is not None else -1.0, default=None)
     return TierWaits(

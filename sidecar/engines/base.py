@@ -44,7 +44,7 @@ class Forward:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the engine gets a priority at all."""
+        """True if the engine gets a priority at all."""
         return bool(self.headers) or self.member is not None or self.is_handed_over
 
 
@@ -248,7 +248,7 @@ OPENAPI = "/openapi.json"
 
 
 def has_priority(openapi: object) -> bool | None:
-    """Whether `ChatCompletionRequest` has a `priority`; None where the document does not describe that request."""
+    """True if `ChatCompletionRequest` has a `priority`; None where the document does not describe that request."""
     schemas = mapping(mapping(mapping(openapi).get("components")).get("schemas"))
     request = mapping(schemas.get("ChatCompletionRequest"))
     return "priority" in mapping(request.get("properties")) if request else None
@@ -391,10 +391,10 @@ class Engine:
     def __init__(self, carrier: Carrier | None = None) -> None:
         """`carrier` is the policy's choice, None for the engine's own default."""
         chosen = carrier if carrier is not None else next(iter(self.carriers), None)
-        self._carriers = {api: self._carrier_of(api, chosen) for api in Api}
+        self._carriers = {api: self._carrier_for(api, chosen) for api in Api}
         self._forwards: dict[tuple[Api, Priority], Forward] = {}
 
-    def _carrier_of(self, api: Api, chosen: Carrier | None) -> Carrier | None:
+    def _carrier_for(self, api: Api, chosen: Carrier | None) -> Carrier | None:
         """The chosen carrier where this API has it, or else the other one."""
         has_member = api in self.member_apis and api is not Api.GENERIC  # whose bodies may be of any shape
         has = {Carrier.HEADER: api in self.header_apis, Carrier.BODY: has_member}
@@ -470,12 +470,12 @@ class Engine:
 
     @classmethod
     def is_recognizable(cls) -> bool:
-        """Whether the engine has any mark by which its pages show it."""
+        """True if the engine has any mark by which its pages show it."""
         return cls.fingerprint != Fingerprint()
 
     @classmethod
     def may_be(cls, found: type[Engine]) -> bool:
-        """Whether a server that was recognized as `found` may be this engine: it is, or one is a kind of the other."""
+        """True if a server that was recognized as `found` may be this engine: it is, or one is a kind of the other."""
         return not cls.is_recognizable() or issubclass(cls, found) or issubclass(found, cls)
 
     @classmethod
@@ -485,7 +485,7 @@ class Engine:
 
     @classmethod
     def followed(cls, pages: Pages) -> Pages:
-        """The same pages for a reader that comes again and again: those in `asked_once` are read once."""
+        """Pages for a reader that comes again and again: those in `asked_once` are read once."""
         return AskedOnce(pages, cls.asked_once) if cls.asked_once else pages
 
     @classmethod
@@ -495,7 +495,7 @@ class Engine:
 
     @classmethod
     async def facts(cls, pages: Pages) -> Facts:
-        """What the engine says of itself. Raises Unread."""
+        """Facts on the engine's own pages. Raises Unread."""
         version = (await find_json(pages, "/version")).get("version")
         return facts_from(
             version=("/version", version if isinstance(version, str) else None),

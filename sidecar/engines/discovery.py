@@ -46,12 +46,12 @@ async def identify(pages: Pages, *, reads_metrics: bool = True) -> Identity:
 
 
 async def identify_by_models(pages: Pages) -> Identity:
-    """The same by `/v1/models` alone."""
+    """Identity by `/v1/models` alone."""
     cards = mappings((await find_json(pages, _MODELS)).get("data"))
     card = next(iter(cards), {})
     model, context = card.get("id"), card.get("max_model_len")
     return Identity(
-        engine_of_owner(card.get("owned_by")),
+        engine_by_owner(card.get("owned_by")),
         _MODELS,
         model if isinstance(model, str) else None,
         context if isinstance(context, int) and context > 0 else None,
@@ -68,7 +68,7 @@ def identify_by_routes(app: object) -> Identity | None:
     return Identity(found, "its routes", None)
 
 
-def engine_of_owner(owner: object) -> type[Engine] | None:
+def engine_by_owner(owner: object) -> type[Engine] | None:
     """The engine that writes this `owned_by` into its model cards; None for any other."""
     named = str(owner).lower()
     return next((engine for engine in ENGINES.values() if engine.fingerprint.owner == named), None)
@@ -95,14 +95,14 @@ async def _by_pages(pages: Pages, *, reads_metrics: bool) -> tuple[type[Engine] 
 
 
 def serves_models(app: object) -> bool:
-    """Whether an app in this process has a route for `/v1/models`, or one for every path: else it need not be asked."""
+    """True if an app in this process has a route for `/v1/models`, or one for every path: else it need not be asked."""
     return any(
         path == _MODELS or (path.startswith("/{") and path.endswith(":path}")) for path, _ in _routes(app, set())
     )
 
 
 def is_engine_server(app: object) -> bool:
-    """Whether most of an app's routes are handled by functions of an engine's package.
+    """True if most of an app's routes are handled by functions of an engine's package.
 
     `vllm serve --middleware` constructs the middleware with the next app alone: only the routes show where it is
     mounted. An app with routes of its own that includes an engine's router among them is an app.

@@ -150,7 +150,7 @@ class Metrics:
         return any(True for _ in self._samples(name))
 
     def has_prefix(self, prefix: str) -> bool:
-        """Whether the name of any metric begins like this."""
+        """True if the name of any metric begins like this."""
         return any(line.startswith(prefix) for line in self._lines)
 
     def samples(self, name: str) -> Sequence[Sample]:
@@ -163,7 +163,7 @@ class Metrics:
         return sum(sample.value for sample in samples) if samples else None
 
     def count(self, name: str) -> int | None:
-        """The same as a whole number that is not negative."""
+        """The value as a whole number that is not negative."""
         value = self.sum(name)
         return None if value is None or not 0 <= value < math.inf else round(value)
 

@@ -135,7 +135,7 @@ class EngineSpeedDocument(msgspec.Struct, frozen=True):
 
 
 class GenerationLoad(NamedTuple):
-    """What generated until now: sequences, times the microseconds for which they did."""
+    """Sequences that generated until now, times the microseconds for which they did."""
 
     at_us: int
     generating_us: int
@@ -181,12 +181,12 @@ class VotedTimes:
 
     @property
     def line(self) -> Line | None:
-        """What is learned: None until it is enough."""
+        """Learned line; None until there are enough samples."""
         return None if self.chosen is None else self.chosen.line
 
     @property
     def line_or_default(self) -> Line:
-        """What is learned, or the stated default."""
+        """Learned line, or the stated default."""
         return self.line or self.default
 
     def at(self, size: float) -> float | None:
@@ -202,7 +202,7 @@ class VotedTimes:
     def learn(self, tenant: str, size: float, took_us: float) -> bool:
         """Takes a sample of a tenant. Whether the predictions may have changed."""
         turn = self.samples = self.samples + 1
-        group = group_of(tenant)
+        group = group_for(tenant)
         times = self._groups.get(group)
         if times is None:
             times = self._groups[group] = TimesBySize(self.default)
@@ -235,7 +235,7 @@ class Concurrency:
         self.now = self._since_us = self._sum_us = 0
 
     def change(self, more: int, now_us: int) -> None:
-        """So many more, or fewer, from now on."""
+        """Adds sequences from now on; removes some where `more` is negative."""
         self._sum_us = self.until(now_us)
         self._since_us = max(self._since_us, now_us)
         self.now += more
@@ -266,13 +266,13 @@ class EngineSpeed:
         self._coefficients: Coefficients | None = None
 
     def share(self, replicas: int) -> None:
-        """So many processes use the engine, about equally: it runs what this one sees so many times."""
+        """Sets how many processes use the engine, about equally: it runs so many times what this one sees."""
         if replicas != self._replicas:
             self._replicas, self._coefficients = replicas, None
 
     @property
     def coefficients(self) -> Coefficients:
-        """What is learned, or the stated defaults."""
+        """Learned coefficients, or the stated defaults."""
         found = self._coefficients
         if found is None:
             first, token = self.first, self.token
@@ -290,7 +290,7 @@ class EngineSpeed:
         return found
 
     def document(self, name: str | None) -> EngineSpeedDocument:
-        """What is in force, under the engine's name."""
+        """Document of the coefficients in force, under the engine's name."""
         found, first, token = self.coefficients, self.first, self.token
         return EngineSpeedDocument(
             name,
@@ -335,12 +335,12 @@ class EngineSpeed:
         return GenerationLoad(now_us, self.generating.until(now_us))
 
     def load(self, now_us: int) -> GenerationLoad:
-        """What generated until now."""
+        """Load of generation until now."""
         self._advance(now_us)
         return GenerationLoad(now_us, self.generating.until(now_us))
 
     def tokens_came(self, call: TimedCall, since: GenerationLoad, until: GenerationLoad, intervals: float) -> None:
-        """So many tokens of one sequence came between two moments, after the first one."""
+        """Notes the tokens of one sequence that came between two moments, after the first one."""
         took_us = until.at_us - since.at_us
         if took_us <= 0 or intervals < FEWEST_INTERVALS:
             return
@@ -402,7 +402,7 @@ class EngineSpeeds:
         self._replicas = 1
 
     def share(self, replicas: int) -> None:
-        """So many processes share the pool, and so its engines."""
+        """Sets how many processes share the pool, and so its engines."""
         self._replicas = replicas
         for engine in self.engines.values():
             engine.share(replicas)
@@ -427,7 +427,7 @@ class EngineSpeeds:
         return sorted(found, key=lambda it: it.output_ns)[(len(found) - 1) // 2]
 
 
-def group_of(tenant: str) -> int:
+def group_for(tenant: str) -> int:
     """The group that a tenant's samples belong to: the same in every process."""
     return crc32(tenant.encode("utf-8", "surrogatepass")) % GROUPS
 

@@ -136,7 +136,7 @@ class ProbedTensorRtLlm(TensorRtLlm):
         self._clock = clock
         self._ask_at_s = 0.0
         self._asking: asyncio.Task[None] | None = None
-        self._said: str | None = None
+        self._last_warning: str | None = None
 
     def forward(self, api: Api, priority: base.Priority) -> base.Forward:
         """See `Engine.forward`. Empty while it is not known whether the engine would refuse it."""
@@ -159,7 +159,7 @@ class ProbedTensorRtLlm(TensorRtLlm):
         self._ask_at_s = self._clock() + ASK_AGAIN_S
         self.has_field = base.has_priority(document) is not False
         if self.has_field:
-            self._said = None
+            self._last_warning = None
         else:
             self._say(
                 "this build of tensorrt-llm has no priority field and refuses requests that carry one: they go "
@@ -168,6 +168,6 @@ class ProbedTensorRtLlm(TensorRtLlm):
 
     def _say(self, warning: str) -> None:
         """Once, not once a minute."""
-        if warning != self._said:
-            self._said = warning
+        if warning != self._last_warning:
+            self._last_warning = warning
             _log.warning(warning, extra={"event": "engine_priority"})

@@ -49,7 +49,7 @@ class EngineDocument(msgspec.Struct, frozen=True):
         str,
         gauge(
             _STATE,
-            "1 for the state that the engine is in, as this process sees it, and 0 for each other.",
+            "1 for the engine's state, as this process sees it, and 0 for each other.",
             labels=(_STATE,),
             values=STATES,
         ),
@@ -81,7 +81,7 @@ class EngineDocument(msgspec.Struct, frozen=True):
         int,
         gauge(
             "admission.engine.unprefilled.tokens",
-            "Prompt tokens that were sent to the engine, and not answered with a first byte yet.",
+            "Prompt tokens that were sent and have no first byte yet.",
             TOKENS,
         ),
     ]
@@ -102,8 +102,7 @@ class EngineDocument(msgspec.Struct, frozen=True):
         dict[str, int],
         counter(
             "admission.replays",
-            "Requests that left the engine before the first byte of their answer, and waited for one again, by the "
-            "reason.",
+            "Requests that left the engine before their first byte, and waited again, by the reason.",
             REQUESTS,
             labels=(_REASON,),
         ),

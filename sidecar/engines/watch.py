@@ -47,7 +47,9 @@ _log = logging.getLogger("sidecar.engine")
 
 
 class EngineState(str, Enum):
-    """What is known of the engine. MISMATCH: an engine answers, and it is another one than the policy's."""
+    """State of the engine, as far as it is known. MISMATCH: an engine answers, and it is another one than the
+    policy's.
+    """
 
     UNKNOWN = "unknown"
     UP = "up"
@@ -72,7 +74,7 @@ ENGINE_CHECK_VARIABLE = "SIDECAR_ENGINE_CHECK"
 
 
 class EngineCheck(str, Enum):
-    """What the watch does: liveness and identity, liveness alone, or nothing."""
+    """Subject of the watch: liveness and identity, liveness alone, or nothing."""
 
     ON = "on"
     ALIVE = "alive"
@@ -80,7 +82,7 @@ class EngineCheck(str, Enum):
 
 
 class KnownState:
-    """What is known of an engine, or of a fleet of them: `state`, and since when, by the monotonic clock.
+    """Known state of an engine, or of a fleet of them: `state`, and since when, by the monotonic clock.
 
     `on_change` are called after each change of the state, in the event loop.
     """
@@ -92,7 +94,7 @@ class KnownState:
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests may be sent. True while nothing is known."""
+        """True if requests may be sent. True while nothing is known."""
         return self.state is EngineState.UP or self.state is EngineState.UNKNOWN
 
     @property
@@ -220,7 +222,7 @@ class EngineWatch(KnownState):
         return (str(self.reason),) if self.state is EngineState.MISMATCH else ()
 
     def notices(self) -> Sequence[str]:
-        """What the operator should know besides: that it cannot be known which engine answers."""
+        """Further sentence for the operator: that it cannot be known which engine answers."""
         found = [] if self._identity is None or not self._is_unknown(self._identity) else [self._unknown_sentence()]
         if self._slowness is not None and self.state is EngineState.UP:
             found.append(self._slow_sentence())
@@ -246,7 +248,7 @@ class EngineWatch(KnownState):
     # -- liveness
 
     def _is_following(self) -> bool:
-        """Whether the engine is watched in this event loop: one that has ended watches no more."""
+        """True if the engine is watched in this event loop: one that has ended watches no more."""
         return self._following is not None and self._following.get_loop() is asyncio.get_running_loop()
 
     async def _follow(self) -> None:
@@ -362,14 +364,15 @@ class EngineWatch(KnownState):
         self._judge(identity)
 
     async def _identify_app(self) -> None:
-        """The same for an app in this process, whose routes say most; its other pages may be anything."""
+        """Identifies an app in this process, whose routes say most; its other pages may be anything."""
         identity = identify_by_routes(self._pages.host)
         if identity is None and serves_models(self._pages.host):
             with suppress(Unread):
                 identity = await identify_by_models(self._pages)
         if identity is None or identity.engine is None:
-            known = "the app in this process names no engine; the policy's %s is used"
-            _log.info(known, self._expected.name, extra={"event": "engine_unknown"})
+            if self._expected.is_recognizable():  # not `engine: none`, which expects no name
+                known = "the app in this process names no engine; the policy's %s is used"
+                _log.info(known, self._expected.name, extra={"event": "engine_unknown"})
             return
         self._judge(identity)
 

@@ -25,7 +25,7 @@ from sidecar.explain.document import (
     WaitDetails,
 )
 from sidecar.explain.phrases import conclusion
-from sidecar.telemetry.ahead import aged_to, because, groups_of, rule_of, unseen, without_own_runs
+from sidecar.telemetry.ahead import aged_to, because, new_groups, rule_for, unseen, without_own_runs
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.request_record import JITTER_US, RequestRecord, engine_name, engine_time_us
 
@@ -46,7 +46,7 @@ class ExplanationBuilder:
 
     def explain(self, request_or_trace_id: str) -> Explanation | None:
         """The newest request of this id, None where none is kept."""
-        found = self.journal.all_of(request_or_trace_id)
+        found = self.journal.all_for(request_or_trace_id)
         return self.story(found[0], others=len(found) - 1) if found else None
 
     def story(self, record: RequestRecord, others: int = 0) -> Explanation:
@@ -56,7 +56,7 @@ class ExplanationBuilder:
         story = Explanation(
             request_id=record.request_id,
             conclusion="",
-            state=state_of(record),
+            state=describe_state(record),
             pool=self.pool,
             told_at_s=time.time(),
             method=record.method,
@@ -95,7 +95,7 @@ class ExplanationBuilder:
         waited = record.waited
         if record.classified is None or (record.queued is None if waited is None else not waited.queue_wait_us):
             return None
-        counted = self.journal.ahead_of(record)
+        counted = self.journal.find_ahead(record)
         records = without_own_runs(counted, record)
         if waited is not None:
             wait_us, starvation_us, overtaken_us = waited.queue_wait_us, waited.starvation_us, waited.overtaken_at_us
@@ -109,7 +109,7 @@ class ExplanationBuilder:
             starvation_s=starvation_us / 1e6,
             overtaken_at_s=None if overtaken_us is None else record.wall_s(overtaken_us),
             overtaken_by=self._overtaken_by(records, record, overtaken_us),
-            groups=groups_of(records, record, self.tiers()),
+            groups=new_groups(records, record, self.tiers()),
             unseen=[] if waited is None else unseen(waited, counted, self.journal, is_shared=self.is_shared),
             first=[self._ahead(each, record) for each in records[:MOST_LISTED]],
         )
@@ -118,7 +118,7 @@ class ExplanationBuilder:
         classified, admitted = ahead.classified, ahead.admitted
         assert classified is not None
         assert admitted is not None
-        rule = rule_of(ahead, record)
+        rule = rule_for(ahead, record)
         return AdmittedAhead(
             request_id=ahead.request_id,
             trace_id=None if ahead.trace is None else f"{ahead.trace.trace_id:032x}",
@@ -164,7 +164,7 @@ def _engine(admitted: Admitted) -> EngineChoice | None:
     )
 
 
-def state_of(record: RequestRecord) -> str:
+def describe_state(record: RequestRecord) -> str:
     """In a word, how far the request has come."""
     if record.refused is not None:  # also where it was settled: it was preempted, and not admitted again
         return "abandoned" if record.refused.status is None else "refused"

@@ -27,7 +27,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
 
 
 class SizeDetails(msgspec.Struct, frozen=True):
-    """What it was expected to use, in tokens, where output lengths are learned; see `events.Expectation`.
+    """Expected use, in tokens, where output lengths are learned; see `events.Expectation`.
 
     `held_tokens` is what its lease held at its end, None before, and `growths` how often it grew until then.
     """

@@ -48,7 +48,7 @@ def _without_wait(story: Explanation) -> str:
 
 
 def _enforcing(dry_run: DryRunDetails, story: Explanation) -> str:
-    """What enforcing would have done to a request that passed."""
+    """Sentence on what enforcing would have done to a request that passed."""
     starved = f", of which {exact_duration(dry_run.starvation_s)} starved" if dry_run.starvation_s else ""
     waited = f"after a wait of {exact_duration(dry_run.queue_wait_s)}{starved}" if dry_run.queue_wait_s else "at once"
     match dry_run.verdict:
@@ -113,8 +113,8 @@ def chosen(choice: EngineChoice) -> str:
     """Why it got its engine: the room there, the predicted hits, and the wait for it."""
     parts = [choice.engine]
     if choice.held_tokens is not None and choice.held_requests is not None:
-        tokens = _of(choice.held_tokens, choice.capacity_tokens, "tokens")
-        requests = _of(choice.held_requests, choice.capacity_requests, "requests")
+        tokens = _part(choice.held_tokens, choice.capacity_tokens, "tokens")
+        requests = _part(choice.held_requests, choice.capacity_requests, "requests")
         sent = f", {choice.unprefilled_tokens:,} of them not prefilled" if choice.unprefilled_tokens else ""
         parts.append(f"it held {tokens}{sent}, and {requests}")
         parts.append(_hits(choice))
@@ -131,7 +131,7 @@ def _hits(choice: EngineChoice) -> str:
     return f"it was predicted to have {choice.hit:,} of the prompt's {choice.prompt_tokens:,} tokens{beside}"
 
 
-def _of(held: int, most: int | None, noun: str) -> str:
+def _part(held: int, most: int | None, noun: str) -> str:
     return f"{held:,} {noun}" if most is None else f"{held:,} of {most:,} {noun}"
 
 

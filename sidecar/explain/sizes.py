@@ -66,7 +66,7 @@ def _old_rule(asked: RequestFacts, size: SizeDetails) -> str:
 
 
 def moved(story: Explanation) -> str | None:
-    """What its lease held at its end and what it really used, in a sentence; None where that is not known."""
+    """Sentence on what its lease held at its end and what it really used; None where that is not known."""
     size, ended = story.size, story.ended
     if size is None or ended is None or size.held_tokens is None:
         return None

@@ -34,7 +34,7 @@ def calendar_time(at_s: float) -> str:
 
 
 def steps(story: Explanation, clock: Clock = calendar_time) -> Iterator[Step]:
-    """What became of the request, in the order in which it happened."""
+    """Steps of the request, in the order in which they happened."""
     yield from _who(story)
     if story.trace_id is not None:
         yield Step("trace", f"{story.trace_id}, span {story.span_id}")
@@ -157,13 +157,13 @@ def admitted_meanwhile(wait: WaitDetails) -> str:
 
 
 def group_rows(wait: WaitDetails) -> Sequence[Sequence[str]]:
-    """Those that went ahead by tier and reason, under `GROUP_HEADS`."""
+    """Rows of requests that went ahead, by tier and reason, under `GROUP_HEADS`."""
     came = {True: "overtook", False: "came first"}
     return [[g.tier, came[g.came_later], g.because, f"{g.requests:,}", f"{g.tokens:,}"] for g in wait.groups]
 
 
 def unknown_lines(wait: WaitDetails) -> Sequence[str]:
-    """Those that went ahead, too, and are not known here."""
+    """Lines on requests that went ahead, too, and are not known here."""
     return [f"and {counted(each.tokens, 'token')} of tier {each.tier}, {each.where}" for each in wait.unseen]
 
 

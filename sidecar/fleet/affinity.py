@@ -33,7 +33,8 @@ _AT_ONCE = 16
 
 
 class Session(NamedTuple):
-    """What a session's engine had after its last answer: `all_tokens`, of which the next prompt should find `tokens`.
+    """Tokens that a session's engine had after its last answer: `all_tokens`, of which the next prompt should find
+    `tokens`.
 
     `entered_tokens` dates it: see `PrefixTable`.
     """
@@ -90,7 +91,7 @@ class Sessions:
 
 
 class Prediction:
-    """What is predicted of one request, and what is needed to learn from its answer.
+    """Prediction for one request, with what is needed to learn from its answer.
 
     `hits` are at most 8 pairs of an engine's id and the tokens that it has, the best first.
     """
@@ -142,7 +143,7 @@ class AffinityPredictor:
     def predict(
         self, tenant: str, api: Api, body: bytes, headers: Mapping[bytes, bytes], prompt_tokens: int
     ) -> Prediction:
-        """What each engine has of a request. `prompt_tokens` is the estimate of its prompt."""
+        """Predicts what each engine has of a request. `prompt_tokens` is the estimate of its prompt."""
         # A short body has no full block, unless it has a medium: these stand for more than their own bytes.
         is_read = self._reads_body and (len(body) >= BLOCK_BYTES or self._names_in_body or b'"type"' in body)
         prompt = prompt_bytes(api, body) if is_read else NO_PROMPT

@@ -80,7 +80,7 @@ class MemberOwner(Protocol):
         """The member is a new incarnation: what was known of the engine's prefix cache is over."""
 
     def may_eject_slow(self, member: EngineMember) -> bool:
-        """Whether a slow engine may go out of use."""
+        """True if a slow engine may go out of use."""
 
     def crowded(self, member: EngineMember, for_s: float) -> None:
         """Too many requests wait inside the engine: it is to get none for so many seconds beyond what it runs."""
@@ -161,12 +161,12 @@ class EngineMember:
 
     @property
     def is_up(self) -> bool:
-        """Whether the engine can be used, as far as its answers say."""
+        """True if the engine can be used, as far as its answers say."""
         return self._is_up and self.watch.is_usable
 
     @property
     def takes_new(self) -> bool:
-        """Whether the pool may place requests here."""
+        """True if the pool may place requests here."""
         return self.is_up and self.size is not None and not self.is_draining and not self.is_gone
 
     @property
@@ -198,7 +198,7 @@ class EngineMember:
         return self.watch.reason or "it has not answered yet"
 
     def offer(self) -> EngineOffer | None:
-        """What the pool may place here; None while the engine's size is not known."""
+        """Offer of this engine to the pool; None while the engine's size is not known."""
         if self.size is None:
             return None
         tokens, requests = map(offered, self.size)
@@ -263,7 +263,7 @@ class EngineMember:
     # -- what others know and want
 
     def change_address(self, address: EngineAddress) -> None:
-        """The same engine at the same address has another capacity, bound or speed."""
+        """Takes over another capacity, bound or speed of the same engine at the same address."""
         before, self.address = self.address.capacity, address
         if address.capacity.is_read and self.reader is not None:
             self.reader.change_capacity(address.capacity)
@@ -451,7 +451,7 @@ class EngineMember:
         self._owner.changed(self)
 
     def _has_restarted(self) -> bool:
-        """Whether the engine that answers now may be another process than the one before."""
+        """True if the engine that answers now may be another process than the one before."""
         before, self._started_s = self._started_s, self.pages.started_s or self._started_s
         if not self._was_up:
             return False

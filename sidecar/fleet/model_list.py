@@ -51,7 +51,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 def is_model_list(path: str) -> bool:
-    """Whether the models are listed on this path, all or one."""
+    """True if the models are listed on this path, all or one."""
     return path == PATH or path.startswith(f"{PATH}/")
 
 

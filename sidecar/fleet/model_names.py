@@ -27,7 +27,7 @@ class ModelNames:
         self.models: Sequence[str] = tuple(policy.models)
         self.called: Mapping[str, str] = policy.called_models
 
-    def model_of(self, named: str | None, body: bytes) -> str:
+    def model_for(self, named: str | None, body: bytes) -> str:
         """The model whose pool serves a request with this `model`.
 
         A request that names none gets the only model there is, as engines do it. Raises InvalidBody where there are

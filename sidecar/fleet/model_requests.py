@@ -56,7 +56,7 @@ async def serve_models(front: ModelsController, lifespan: ASGIApp, scope: Scope,
 
 
 def _is_harmless(front: ModelsController, scope: Scope) -> bool:
-    """Whether a request asks an engine something that generates nothing, such as `/tokenize`."""
+    """True if a request asks an engine something that generates nothing, such as `/tokenize`."""
     is_post = scope["type"] == "http" and scope["method"] == "POST"
     return is_post and any(map(front.snapshot.routes.harmless_route, exact_paths(scope)))
 

@@ -44,9 +44,9 @@ class ModelsController(AdmissionController):
         watch = ModelsHealth({name: one.engine_watch for name, one in controllers.items()})
         super().__init__(replace(services, is_proxied=True, unguarded=Unguarded.DENY, engine_watch=watch), policy)
 
-    def controller_of(self, request: SizedRequest) -> AdmissionController:
-        """The controller of a request's model. Raises InvalidBody or ModelNotFound: see `ModelNames.model_of`."""
-        return self.controllers[self.names.model_of(request.payload.model, request.body)]
+    def controller_for(self, request: SizedRequest) -> AdmissionController:
+        """The controller of a request's model. Raises InvalidBody or ModelNotFound: see `ModelNames.model_for`."""
+        return self.controllers[self.names.model_for(request.payload.model, request.body)]
 
     def change_policy(self, policy: Policy) -> None:
         """See `AdmissionController.change_policy`."""
@@ -86,7 +86,7 @@ class ModelsController(AdmissionController):
     def not_ready(self) -> Sequence[str]:
         """See `AdmissionController.not_ready`."""
         reasons = {name: controller.not_ready() for name, controller in self.controllers.items()}
-        return _said_of(reasons) if all(reasons.values()) else []
+        return _name_models(reasons) if all(reasons.values()) else []
 
     def notices(self) -> Sequence[str]:
         """See `AdmissionController.notices`. Among them is each model that cannot be served while another can."""
@@ -98,8 +98,8 @@ class ModelsController(AdmissionController):
         }
         return [
             *of_all,
-            *(() if self.passes_all or all(reasons.values()) else _said_of(reasons)),
-            *_said_of(notices),
+            *(() if self.passes_all or all(reasons.values()) else _name_models(reasons)),
+            *_name_models(notices),
             *self.monitor.notices(),
         ]
 
@@ -122,14 +122,14 @@ class ModelsController(AdmissionController):
     def _observer(self, monitor: Monitor) -> Observer | None:
         """The observer of each request's model; the monitor's own gets the requests of no model."""
         own = monitor.observer
-        return None if own is None else ModelsObserver(own, lambda model: self._observer_of(model) or own)
+        return None if own is None else ModelsObserver(own, lambda model: self._observer_for(model) or own)
 
-    def _observer_of(self, named: str | None) -> Observer | None:
+    def _observer_for(self, named: str | None) -> Observer | None:
         model = self.names.meant(named)
         return None if model is None else self.controllers[model].observer
 
 
-def _said_of(sentences: Mapping[str, Sequence[str]]) -> list[str]:
+def _name_models(sentences: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"model {name}: {sentence}" for name, said in sentences.items() for sentence in said]
 
 
@@ -183,11 +183,11 @@ class ModelsHealth:
     def readiness(self) -> Sequence[str]:
         """See `EngineHealth`."""
         reasons = {name: watch.readiness() for name, watch in self._watches.items()}
-        return _said_of(reasons) if all(reasons.values()) else []
+        return _name_models(reasons) if all(reasons.values()) else []
 
     def notices(self) -> Sequence[str]:
         """See `EngineHealth`."""
-        return _said_of({name: watch.notices() for name, watch in self._watches.items()})
+        return _name_models({name: watch.notices() for name, watch in self._watches.items()})
 
     def document(self) -> Mapping[str, object]:
         """See `EngineHealth`. Each model's engines are with its pool."""

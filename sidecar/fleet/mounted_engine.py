@@ -94,7 +94,7 @@ class MountedEngine:
 
     @property
     def takes_new(self) -> bool:
-        """Whether the pool places requests of this process here."""
+        """True if the pool places requests of this process here."""
         return self.size is not None and not self.is_drained
 
     @property
@@ -133,7 +133,7 @@ class MountedEngine:
 
     @property
     def has_successor(self) -> bool:
-        """Whether a process that began later has the same name: the pool then places requests on that one alone."""
+        """True if a process that began later has the same name: the pool then places requests on that one alone."""
         own = name_and_incarnation(self.id)
         return any(
             found[0] == own[0] and found[1] > own[1] and state.takes_new
@@ -149,7 +149,7 @@ class MountedEngine:
         return () if reason is None else (f"engine {self.name}, of this process: {reason}",)
 
     def notices(self) -> Sequence[str]:
-        """What the operator should know besides."""
+        """Further sentences for the operator."""
         return () if self.reader is None or self.reader.notice is None else (self.reader.notice,)
 
     def follow(

@@ -40,7 +40,7 @@ class MountedRouting:
             raise Draining("this server is draining and takes no new request; try another", retry_after_s=1)
         self.engine.wake()
 
-    def url_of(self, engine_id: str) -> None:
+    def url_for(self, engine_id: str) -> None:
         """See `EngineRouting`: the engine is this process."""
 
     def change_policy(self, policy: Policy) -> None:

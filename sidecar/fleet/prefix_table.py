@@ -80,7 +80,7 @@ ENDS: tuple[int, ...] = (0, *_block_ends())
 
 
 @cache
-def _pieces_of(blocks: int) -> Callable[[bytes], tuple[bytes, ...]]:
+def _new_cutter(blocks: int) -> Callable[[bytes], tuple[bytes, ...]]:
     """Cuts the first blocks out of a prompt. Much faster than slices."""
     return Struct("".join(f"{end - start}s" for start, end in pairwise(ENDS[: blocks + 1]))).unpack_from
 
@@ -96,7 +96,7 @@ class Chain:
     def __init__(self, prompt: PromptBytes, tokens: int) -> None:
         data, before = prompt.data, hash(prompt.root)
         count = bisect_right(ENDS, len(data)) - 1
-        pieces = _pieces_of(count)(data) if count else ()
+        pieces = _new_cutter(count)(data) if count else ()
         self.hashes = tuple([before := hash((before, piece)) for piece in pieces])
         self.tokens = tokens
         self.size = max(prompt.size, 1)
@@ -106,7 +106,7 @@ class Chain:
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def tokens_of(self, blocks: int, prompt_tokens: int | None = None) -> int:
+    def tokens_in(self, blocks: int, prompt_tokens: int | None = None) -> int:
         """The tokens in the first `blocks`, where the whole prompt has `prompt_tokens`."""
         tokens = self.tokens if prompt_tokens is None else prompt_tokens
         return ENDS[blocks] * tokens // self.size
@@ -288,7 +288,7 @@ def _common(run: BlockRun, hashes: Sequence[int], start: int, most: int) -> int:
 
 
 class Sent(NamedTuple):
-    """What a table predicted for a request when it was sent: the first blocks that it had, and had or had evicted.
+    """Prediction of a table for a request when it was sent: the first blocks that it had, and had or had evicted.
 
     `is_settled` says that the last one that it had was used long enough ago to be computed, if the engine has it.
     """
@@ -370,7 +370,7 @@ class PrefixTable:
         """
         had = self.hit(chain)
         run = self._use(chain, had, count_first(chain.hashes, self._evicted.of, had))
-        behind = output_tokens + chain.tokens - chain.tokens_of(len(chain))
+        behind = output_tokens + chain.tokens - chain.tokens_in(len(chain))
         if run is not None and behind and run in self._held:
             self._held.add_output(run, behind * _SCALE)
             self.entered_units += behind * _SCALE
@@ -384,7 +384,7 @@ class PrefixTable:
         A size changes by at most `STEP` from the size that the prediction was made with, however many answers come at
         once: so answers that were predicted before a change cannot make it again.
         """
-        predicted = chain.tokens_of(sent.had, prompt_tokens)
+        predicted = chain.tokens_in(sent.had, prompt_tokens)
         self.predicted_tokens += predicted
         self.measured_tokens += cached_tokens
         slack = _SLACK_TOKENS + prompt_tokens * SLACK
@@ -393,7 +393,7 @@ class PrefixTable:
             self.scale = max(SMALLEST, min(self.scale, sent.scale / (1 + STEP * min(1.0, share))))
             self._grow()
         if sent.once_had > sent.had:
-            found = min(cached_tokens, chain.tokens_of(sent.once_had, prompt_tokens))
+            found = min(cached_tokens, chain.tokens_in(sent.once_had, prompt_tokens))
             if found > predicted + slack:
                 share = (found - predicted) / prompt_tokens
                 self.scale = min(LARGEST, max(self.scale, sent.scale * (1 + STEP * min(1.0, share))))
@@ -483,7 +483,7 @@ class PrefixTables:
         """
         found: list[tuple[str, int]] = []
         for blocks, mask in self.index.depths(chain.hashes):
-            tokens, most = chain.tokens_of(blocks), MOST_HITS - len(found)
+            tokens, most = chain.tokens_in(blocks), MOST_HITS - len(found)
             # Most masks are a single bit.
             names = (self._names[mask],) if mask in self._names else self._some(mask, most, chain.hashes[-1])
             found += [(name, tokens) for name in names]

@@ -94,7 +94,7 @@ class FleetRouting:
     def wake(self) -> None:
         """See `EngineRouting`: nothing sleeps here."""
 
-    def url_of(self, engine_id: str) -> str | None:
+    def url_for(self, engine_id: str) -> str | None:
         """See `EngineRouting`."""
         member = self.fleet.member(engine_id)
         return None if member is None else member.address.url
@@ -132,7 +132,7 @@ class FleetRouting:
         self.cached_tokens[name] += cached or 0
 
     def has_other_than(self, names: Collection[str]) -> bool:
-        """Whether there is an engine besides these, in whatever state: a request may wait for that one."""
+        """True if there is an engine besides these, in whatever state: a request may wait for that one."""
         return any(member.name not in names and not member.is_gone for member in self.fleet.members())
 
     def _engines_changed(self) -> None:
@@ -284,7 +284,7 @@ class Route:
 
     @property
     def _is_served(self) -> bool:
-        """Whether the engine computes the answer. An error says nothing of its caches, its speed, or its room."""
+        """True if the engine computes the answer. An error says nothing of its caches, its speed, or its room."""
         return self._start is not None and self._start["status"] < 400
 
     def _end_prefill(self) -> None:
@@ -342,7 +342,7 @@ class Route:
         return routing.budget.take(routing.pool.now_us()) and self._counted(ReplayReason.BROKEN)
 
     async def _has_crashed(self, member: EngineMember | None) -> bool:
-        """Whether the engine that broke the connection is there no more. One that has gone gets no more requests, so
+        """True if the engine that broke the connection is there no more. One that has gone gets no more requests, so
         there is nothing that the budget would have to bound.
         """
         if self._call.may_run and member is not None and self._is_there(member):
@@ -350,7 +350,7 @@ class Route:
         return member is None or member.is_gone or not self._is_there(member)
 
     def _is_there(self, member: EngineMember | None) -> bool:
-        """Whether the incarnation that the request was sent to can still be used."""
+        """True if the incarnation that the request was sent to can still be used."""
         grant = self._lease.grant
         return member is not None and grant is not None and member.id == grant.engine and member.watch.is_usable
 

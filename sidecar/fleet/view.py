@@ -34,7 +34,7 @@ class Prompts(NamedTuple):
     measured: int = 0
 
     def since(self, before: Prompts) -> Prompts:
-        """What came after an earlier sum."""
+        """Difference to an earlier sum."""
         return Prompts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
@@ -45,7 +45,7 @@ class RecentPrompts:
         self._noted: deque[tuple[float, Prompts]] = deque()
 
     def note(self, now_s: float, sums: Prompts) -> Prompts:
-        """What came in the last five minutes, up to these sums."""
+        """Sums of the last five minutes, up to these sums."""
         noted = self._noted
         while len(noted) > 1 and noted[1][0] <= now_s - RECENT_S:
             noted.popleft()
@@ -75,8 +75,8 @@ class FleetView:
         members = {member.id: member for member in self.fleet.members()}
         names = {member.name for member in members.values()}
         self._recent = {name: self._recent.get(name) or RecentPrompts() for name in names}
-        rows = [self._of_member(member, ledgers.get(engine_id)) for engine_id, member in members.items()]
-        rows += [_of_ledger(ledger) for engine_id, ledger in ledgers.items() if engine_id not in members]
+        rows = [self._member_document(member, ledgers.get(engine_id)) for engine_id, member in members.items()]
+        rows += [_ledger_document(ledger) for engine_id, ledger in ledgers.items() if engine_id not in members]
         return sorted(rows, key=lambda row: name_and_incarnation(row.id))
 
     async def drain(self, name: str) -> None:
@@ -111,12 +111,12 @@ class FleetView:
         raise KeyError(name)
 
     def _is_empty(self, member: EngineMember, engine_id: str) -> bool:
-        """Whether the pool places nothing there any more, nothing is held there, and nothing is under way."""
+        """True if the pool places nothing there any more, nothing is held there, and nothing is under way."""
         ledgers = [ledger for ledger in self.pool.engines() if ledger.id == engine_id]
         is_idle = member.id != engine_id or not member.open_requests
         return is_idle and not any(ledger.takes_new or ledger.held_requests for ledger in ledgers)
 
-    def _of_member(self, member: EngineMember, ledger: EngineFigures | None) -> EngineDocument:
+    def _member_document(self, member: EngineMember, ledger: EngineFigures | None) -> EngineDocument:
         prompts = self._prompts(member.name)
         recent = self._recent[member.name].note(self._now_s(), prompts)
         is_measured = recent.counted > 0
@@ -163,7 +163,7 @@ class FleetView:
         return {reason.value: self.routing.replays[name, reason] for reason in ReplayReason}
 
 
-def _of_ledger(ledger: EngineFigures) -> EngineDocument:
+def _ledger_document(ledger: EngineFigures) -> EngineDocument:
     """An engine that is no member here: an earlier incarnation, or one that only other replicas name."""
     name, _, _ = ledger.id.rpartition("#")
     return EngineDocument(

@@ -41,7 +41,7 @@ class Objective(NamedTuple):
     weight: int
 
     def loosened(self, ttft_us: int, tpot_us: int) -> Objective:
-        """The same for a client that is content with longer times. A shorter one changes nothing."""
+        """Objective for a client that is content with longer times. A shorter one changes nothing."""
         return Objective(max(self.ttft_us, ttft_us), max(self.tpot_us, tpot_us), self.weight)
 
 
@@ -77,7 +77,7 @@ class TokenDeadlines:
         self.last_us = 0
 
     def read(self, now_us: int, events: int) -> None:
-        """So many events have come by now."""
+        """Reports how many events have come by now."""
         new = events - self._seen
         if new <= 0:
             return
@@ -97,12 +97,14 @@ class TokenDeadlines:
         return self._due_us - self._seen * self.step_us
 
     def in_time(self, now_us: int, events: int) -> None:
-        """So many events have come by now, and all that are new in time: the same as `read` for each of them."""
+        """Reports how many events have come by now, where all new ones are in time: the same as `read` for each of
+        them.
+        """
         self._due_us += (events - self._seen) * self.step_us
         self._seen, self.last_us = events, now_us
 
     def skip(self, events: int) -> None:
-        """So many events have come, and the new ones have no token."""
+        """Reports how many events have come, where the new ones have no token."""
         self._skipped += events - self._seen
         self._seen = events
 

@@ -46,7 +46,7 @@ class KeysNeeded(IssuerUnavailable):
 
 
 async def with_keys(check: Callable[[], Checked]) -> Checked:
-    """What `check` returns, after the keys of a token's issuer have come where it needs them. Raises as it does."""
+    """Result of `check`, after the keys of a token's issuer have come where it needs them. Raises as it does."""
     try:
         return check()
     except KeysNeeded as needed:
@@ -133,7 +133,7 @@ class IssuerKeys:
         return next(iter(self._keys.values())) if len(self._keys) == 1 else None
 
     def _may_wait(self) -> bool:
-        """Whether a fetch is under way, which may have been started just now."""
+        """True if a fetch is under way, which may have been started just now."""
         if self._task is None or self._task.done():
             self._start()
         return self._task is not None and not self._task.done()
@@ -151,7 +151,7 @@ class IssuerKeys:
         return await self._key_page(self.place, FETCH_TIMEOUT_S)
 
     def problem(self) -> str | None:
-        """What went wrong with the last fetch, and what follows; None where nothing did."""
+        """Failure of the last fetch, and its effect; None where nothing did."""
         if self.failure is None:
             return None
         kept = "the old ones stay in use" if self._keys else "no token can be checked"

@@ -35,7 +35,7 @@ class Claims(NamedTuple):
 
 
 def is_token(key: bytes) -> bool:
-    """Whether a bearer token has the form of a JWT: three parts, with dots between."""
+    """True if a bearer token has the form of a JWT: three parts, with dots between."""
     return key.count(b".") == 2
 
 
@@ -50,7 +50,7 @@ class TokenVerifier:
         self._key_changes = keys.changes
 
     def claims(self, token: bytes, digest: bytes) -> Claims:
-        """What a token says; `digest` is its hash. Raises InvalidToken, KeysNeeded or IssuerUnavailable."""
+        """Claims of a token; `digest` is its hash. Raises InvalidToken, KeysNeeded or IssuerUnavailable."""
         if self._key_changes != self._keys.changes:  # a key that is gone must not speak through what it signed
             self._key_changes = self._keys.changes
             self._kept.clear()

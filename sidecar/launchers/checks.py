@@ -18,7 +18,7 @@ from sidecar.policy.passing import load_or_pass
 from sidecar.policy.warnings import warnings
 from sidecar.server import CannotServe
 from sidecar.server.workers import PROCESSES_VARIABLE, ServerProcesses, refuse_separate_pools, refuse_shared_engine
-from sidecar.stores import store_of
+from sidecar.stores import find_store
 
 TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"
 """Set for processes that run the launcher again (TensorRT-LLM's further frontends), when the first may listen."""
@@ -58,7 +58,7 @@ def announce_processes(count: int, policy: Policy) -> None:
     try:
         if policy.engines is not None:
             refuse_shared_engine(ServerProcesses(count))
-        elif not policy.is_bare and store_of(policy, os.environ) is None:
+        elif not policy.is_bare and find_store(policy, os.environ) is None:
             refuse_separate_pools(ServerProcesses(count))
         if TRIED_VARIABLE not in os.environ:
             try_ports(os.environ, count)

@@ -111,7 +111,7 @@ def _route(app: Any, generator: Any) -> PriorityRoute:
 
 
 def _ignores_priorities(generator: Any) -> bool:
-    """Whether the engine's queue is known to be another one than the queue by priority."""
+    """True if the engine's queue is known to be another one than the queue by priority."""
     scheduler = getattr(_arguments(generator), "scheduler_config", None)
     queue = getattr(scheduler, "waiting_queue_policy", None)
     return queue is not None and str(getattr(queue, "value", queue)).lower() != "priority"

@@ -136,7 +136,7 @@ class LeaseBlock:
         self._task.cancel()
 
     def _is_only_ours(self) -> bool:
-        """Whether nothing else has canceled the task meanwhile. 3.10 does not count."""
+        """True if nothing else has canceled the task meanwhile. 3.10 does not count."""
         assert self._task is not None
         return sys.version_info < (3, 11) or self._task.uncancel() <= self._canceled_before
 

@@ -17,7 +17,7 @@ import msgspec
 from sidecar.admission.answer import learn
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.event_reporter import EventReporter
-from sidecar.admission.turn import EndCause, Turn, TurnEnded, refusal_of
+from sidecar.admission.turn import EndCause, Turn, TurnEnded, refusal_for
 from sidecar.errors import AdmissionError, Draining
 from sidecar.events import Outcome, Received
 from sidecar.leases.lease_request import PATH, LeaseRequest, refuse_other_counts
@@ -90,7 +90,7 @@ class HeldLease:
 
     @property
     def priority(self) -> int | float:
-        """What the engine should get as the request's priority, in its own range and direction."""
+        """Priority of the request for the engine, in its own range and direction."""
         return self._snapshot.priorities[self._granted().level]
 
     @property
@@ -113,7 +113,7 @@ class HeldLease:
     def engine_url(self) -> str | None:
         """The address of that engine; None in a pool of one engine."""
         engine, routing = self._granted().engine, self._controller.routing
-        return None if engine is None or routing is None else routing.url_of(engine)
+        return None if engine is None or routing is None else routing.url_for(engine)
 
     # -- what the holder says
 
@@ -204,7 +204,7 @@ class HeldLease:
             if end.cause is EndCause.GIVEN_UP and controller.is_passing:
                 self._lease, grant = None, end.wait or self._passing(self._now_us())
             else:
-                error = refusal_of(controller.engine_watch, controller.pool, policy, end, level=level)
+                error = refusal_for(controller.engine_watch, controller.pool, policy, end, level=level)
                 self._refused(error, end.wait)
                 raise error from None
         except AdmissionError as error:

@@ -1,4 +1,4 @@
-"""What a lease from Python asks for, checked against the policy."""
+"""Request of a lease from Python, checked against the policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTERNAL = "internal"
 
 
 class LeaseRequest(NamedTuple):
-    """What the caller of `Admission.lease` wrote, see there."""
+    """Arguments of `Admission.lease`, see there."""
 
     tier: str | None
     tokens: int
@@ -83,7 +83,7 @@ class LeaseRequest(NamedTuple):
     def _level(self, policy: Policy, tenant: Tenant) -> int:
         if self.tier is None:
             return tenant.level
-        level = policy.level_of(self.tier)
+        level = policy.level_for(self.tier)
         names = [tier.name for tier in policy.tiers]
         if level is None:
             raise ValueError(f"tier: the policy has no {self.tier!r}; {_one_of(names)}")

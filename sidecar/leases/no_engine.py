@@ -1,4 +1,4 @@
-"""What stands in the engine's place in a process that has none: its own code calls the engine."""
+"""Stand-in for the engine in a process that has none: its own code calls the engine."""
 
 from __future__ import annotations
 

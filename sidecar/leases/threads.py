@@ -38,7 +38,7 @@ class LoopThread:
 
     @property
     def is_here(self) -> bool:
-        """Whether the thread is in this process: a fork does not take it along."""
+        """True if the thread is in this process: a fork does not take it along."""
         return os.getpid() == self._process
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -16,7 +16,7 @@ _SIZES = (64, 256, 1024, 4096, 16_384, 65_536)
 _SIZE_NAMES = ("max 64", "max 256", "max 1k", "max 4k", "max 16k", "max 64k", "max more", "")
 
 
-def bucket_of(traits: Traits, most: int | None) -> str:
+def bucket_for(traits: Traits, most: int | None) -> str:
     """The bucket, such as `tools, effort high, max 4k`, or `plain`. `most` is the request's max_tokens, if it has one.
 
     The size class of `most` is the first that holds it: 64, 256, 1k, 4k, 16k, 64k, or more.
@@ -43,7 +43,7 @@ def _named(tools: str, effort: str | None, has_format: bool, has_stop: bool, siz
 
 
 class LengthKey(NamedTuple):
-    """What output lengths are learned for, beside the tenant: the endpoint's path, the model, and the bucket."""
+    """Key under which output lengths are learned, beside the tenant: the endpoint's path, the model, and the bucket."""
 
     endpoint: str
     model: str | None

@@ -44,7 +44,7 @@ class EngineSizesDocument(msgspec.Struct, frozen=True):
         int,
         gauge(
             "admission.lease.expected.tokens",
-            "Tokens that the requests of these leases are expected to use at their ends, as a plain sum.",
+            "Tokens that their requests are expected to use at their ends.",
             TOKENS,
             Over.SUM,
         ),
@@ -53,7 +53,7 @@ class EngineSizesDocument(msgspec.Struct, frozen=True):
         int,
         gauge(
             "admission.lease.used.tokens",
-            "Tokens that these requests use now: their prompts, and the output that streams.",
+            "Tokens that they use now.",
             TOKENS,
             Over.SUM,
         ),
@@ -63,7 +63,7 @@ class EngineSizesDocument(msgspec.Struct, frozen=True):
         int | None,
         counter(
             "admission.engine.preemptions",
-            "How often the engine preempted a running request for lack of KV cache, since this process first read it.",
+            "The engine's preemptions for lack of KV cache, since this process first read them.",
             "{preemption}",
             Over.ONCE,
         ),

@@ -73,7 +73,7 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LearnedLengths:
-    """What was learned of one tenant and key on this replica, for people. All lengths are tokens of one sequence.
+    """Lengths learned of one tenant and key on this replica, for people. All lengths are tokens of one sequence.
 
     `samples` are the complete answers, `censored` those that were cut short. `estimate` is their quantile `quantile`.
     `median` and `estimate` are None where the samples do not say. From `ENOUGH` samples on they are used.
@@ -284,7 +284,7 @@ class LengthEstimator:
             self._vote(tenant, endpoint, None)
 
     def most_learned(self, most: int, quantile: float) -> list[LearnedLengths]:
-        """So many of what this replica learned from most answers, with their quantile."""
+        """The `most` entries that this replica learned from most answers, with their quantile."""
         every = ((tenant, key, one) for tenant, known in self._tenants.items() for key, one in known.keys.items())
         return [
             LearnedLengths(
@@ -317,7 +317,7 @@ class _EndpointLengths(LengthHistogram):
 
 
 class _Learned(LengthHistogram):
-    """What was learned for one tenant and key.
+    """Lengths learned for one tenant and key.
 
     `endpoint` has its endpoint's lengths, None where that or the key is forgotten: places look it up again then. `turn`
     is that of its last answer. `is_new`: every answer concerns other tenants, and not only every fourth. `kept` are the
@@ -354,7 +354,7 @@ _NOTHING = _Learned()
 
 
 class _Tenant:
-    """What was learned from one tenant: by key, and by endpoint."""
+    """Lengths learned from one tenant: by key, and by endpoint."""
 
     __slots__ = ("endpoints", "keys")
 

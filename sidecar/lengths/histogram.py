@@ -33,7 +33,7 @@ _TOLERANCE = 1 + 1e-9
 """Rounding of the survival probabilities must not push a quantile on to the next edge."""
 
 
-def bin_of(length: int) -> int:
+def bin_for(length: int) -> int:
     """The bin of a length: 0 up to 16 tokens, 1 up to 32, and so on. The last one also has all that is longer."""
     if length <= FINE_TOKENS:
         return (length - 1) // BIN_TOKENS if length > 0 else 0
@@ -49,9 +49,9 @@ def _edge(index: int) -> int:
     return (FINE_BINS // 2 + 1 + rest) << (5 + octave)
 
 
-EDGES = tuple(_edge(index) for index in range(bin_of(LONGEST) + 1))
+EDGES = tuple(_edge(index) for index in range(bin_for(LONGEST) + 1))
 """The upper edge of each bin, in tokens."""
-_FINE = tuple(bin_of(length) for length in range(FINE_TOKENS + 1))
+_FINE = tuple(bin_for(length) for length in range(FINE_TOKENS + 1))
 """The bins of the lengths that most answers have."""
 
 
@@ -96,7 +96,7 @@ class Survival:
         return edges[found] if found < len(edges) else None
 
     def length(self, q: float, beyond: int = 0) -> int | None:
-        """The same inside its bin, as if the answers were spread evenly there: its upper edge holds 8 tokens too much.
+        """Quantile inside its bin, as if the answers were spread evenly there: its upper edge holds 8 tokens too much.
 
         More than `beyond`, and never above `quantile`. None where that is None.
         """
@@ -107,7 +107,7 @@ class Survival:
         if found >= len(edges):
             return None
         upper = edges[found]
-        index = bin_of(upper)
+        index = bin_for(upper)
         lower = max(beyond, EDGES[index - 1] if index else 0)
         longer = 1.0 if found == 0 else -negated[found - 1]
         falls = longer + negated[found]
@@ -143,7 +143,7 @@ class LengthHistogram:
         if length <= FINE_TOKENS:
             index = _FINE[length]
         else:
-            index, is_censored = bin_of(length), is_censored or length > LONGEST
+            index, is_censored = bin_for(length), is_censored or length > LONGEST
         step = self._step * self._growth
         try:
             if is_censored:

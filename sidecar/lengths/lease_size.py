@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from sidecar.events import Expectation
-from sidecar.lengths.buckets import LengthKey, bucket_of
+from sidecar.lengths.buckets import LengthKey, bucket_for
 from sidecar.lengths.documents import EngineSizesDocument, LeaseSizesDocument
 from sidecar.lengths.estimator import Estimate, EstimateSource, KnownLengths, LengthEstimator
 from sidecar.lengths.overlap import WHOLE, Overlap
@@ -70,7 +70,7 @@ class LeasePlace(KnownLengths):
 
 
 class Expected(msgspec.Struct, frozen=True, gc=False):
-    """What one request is expected to use, in tokens. `place` is where its length is learned.
+    """Expected use of one request, in tokens. `place` is where its length is learned.
 
     `prompt` is that of all choices together, in `sequences` sequences, of which the answer has `shown`. `bound` is the
     most that one of them may generate, None where the client says none; the old rule takes `assumed` then. `longest` is
@@ -94,8 +94,8 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
     ratio: int
     plain: int
 
-    def said(self, payload: Payload) -> Expectation:
-        """The same for telemetry. `payload` is the request's."""
+    def expectation(self, payload: Payload) -> Expectation:
+        """The estimate as telemetry reports it. `payload` is the request's."""
         is_text = payload.prompt_bytes and not payload.prompt_tokens and not payload.unread_bytes
         bytes_per_token = payload.prompt_bytes * payload.choices / self.prompt if is_text else None
         if (estimate := self.estimate) is None:
@@ -167,7 +167,7 @@ class EngineSizes:
 
     @property
     def held_tokens(self) -> int:
-        """What they hold in the pool."""
+        """Tokens that they hold in the pool."""
         return sum(lease.held for lease in self.leases.values())
 
     def count_admitted(self, replicas: int) -> None:
@@ -176,7 +176,7 @@ class EngineSizes:
         self._counted = self.admitted
 
     def document(self) -> EngineSizesDocument:
-        """What is in force, and what it holds."""
+        """Document of the quantile in force, and of what its leases hold."""
         used = sum(lease.used_tokens for lease in self.leases.values())
         expected = sum(lease.expected_tokens for lease in self.leases.values())
         trust = self.trust
@@ -200,7 +200,7 @@ class EngineSizes:
         return self.overlap.ratio if self.trust.uses_overlap else WHOLE
 
     def counted(self, tokens: int) -> int:
-        """What a lease that needs so many tokens is counted for: a whole number, at least 1."""
+        """Count in the pool for a lease that needs `tokens`: a whole number, at least 1."""
         return max(1, -(-tokens * self.ratio // WHOLE))
 
 
@@ -304,7 +304,7 @@ class LeaseSizes:
     def _place(self, kind: _Kind) -> LeasePlace:
         """The place of a kind of requests that was not seen lately."""
         tenant, path, model, traits, bound = kind
-        key = LengthKey(path, model, bucket_of(traits, bound))
+        key = LengthKey(path, model, bucket_for(traits, bound))
         place = LeasePlace(tenant, key, is_known=(tenant, key) in self._known)
         if model is None or len(model) <= _LONGEST_NAME:
             if len(self._places) >= _MOST_PLACES:
@@ -313,7 +313,7 @@ class LeaseSizes:
         return place
 
     def estimate(self, place: LeasePlace, quantile: float, generated: int = 0) -> Estimate | None:
-        """What the estimator says, unless all it has are the first answers of a batch that still runs."""
+        """The estimator's answer, unless all it has are the first answers of a batch that still runs."""
         found = self.estimator.estimate_at(place, quantile, generated)
         return found if place.is_known or found is None else self._counting(found, place)
 
@@ -335,7 +335,7 @@ class LeaseSizes:
         return found
 
     def _is_enough(self, found: Estimate, asked: LeasePlace) -> bool:
-        """Whether the answers behind an estimate are more than the first ones of a batch."""
+        """True if the answers behind an estimate are more than the first ones of a batch."""
         if found.source is not _OWN:
             return True
         samples = asked.learned.samples if found.source is _OWN else found.samples
@@ -406,7 +406,7 @@ class LeaseSizes:
         yield from self._engines.values()
 
     def documents(self) -> list[EngineSizesDocument]:
-        """Those of the engines, by name; empty where nothing is learned. Those that run most, where there are many."""
+        """Documents of the engines, by name; empty where nothing is learned. Of many, those that run most."""
         if not self.learns:
             return []
         self._look()
@@ -414,7 +414,7 @@ class LeaseSizes:
         return [engine.document() for engine in sorted(shown, key=lambda engine: engine.name or "")]
 
     def document(self) -> LeaseSizesDocument:
-        """What is in force and what was learned, in bounded size."""
+        """Document of what is in force and what was learned, in bounded size."""
         if not self.learns:
             return LeaseSizesDocument(self.mode.value)
         quantile, _ = self._entry()

@@ -18,7 +18,7 @@ _UNKNOWN = LONGEST + 1
 
 
 class Evidence(Protocol):
-    """What one tenant's requests say about their lengths."""
+    """Evidence in one tenant's requests of their lengths."""
 
     @property
     def samples(self) -> int:

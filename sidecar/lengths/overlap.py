@@ -21,11 +21,11 @@ of the tokens is counted by a ratio that it did not contribute to."""
 
 def peak(pairs: Iterable[tuple[int, int]]) -> int:
     """The most tokens that requests use at one time, from (used, remaining) of each. O(n log n)."""
-    return peak_of((used, remaining, 1) for used, remaining in pairs)
+    return peak_tokens((used, remaining, 1) for used, remaining in pairs)
 
 
-def peak_of(running: Iterable[tuple[int, int, int]]) -> int:
-    """The same from (used, remaining, sequences): each of the sequences has so many tokens to come."""
+def peak_tokens(running: Iterable[tuple[int, int, int]]) -> int:
+    """Peak from (used, remaining, sequences): each of the sequences has `remaining` tokens to come."""
     used_so_far = sequences_so_far = most = 0
     for used, remaining, sequences in sorted(running, key=_REMAINING, reverse=True):
         used_so_far += used
@@ -75,7 +75,9 @@ class Overlap:
 
     def _recompute(self) -> None:
         total = self._sum
-        self._ratio = WHOLE if total <= 0 else max(1, min(WHOLE, -(-peak_of(self._running.values()) * WHOLE // total)))
+        self._ratio = (
+            WHOLE if total <= 0 else max(1, min(WHOLE, -(-peak_tokens(self._running.values()) * WHOLE // total)))
+        )
         self._changes = self._moved = 0
 
     def counted(self, tokens: int) -> int:

@@ -85,7 +85,7 @@ class Trust:
 
     @property
     def is_raised(self) -> bool:
-        """Whether preemptions hold the quantile above the base."""
+        """True if preemptions hold the quantile above the base."""
         return self._step > 0
 
     @property

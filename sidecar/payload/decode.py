@@ -25,17 +25,17 @@ from sidecar.payload.prompt_size import (
     json_bytes,
     largest_item,
     measured,
-    text_of,
+    part_text,
 )
 from sidecar.payload.traits import (
     NO_TRAITS,
     Traits,
-    choice_of,
-    effort_of,
-    effort_of_reasoning,
-    effort_of_template,
-    effort_of_thinking,
     is_given,
+    read_choice,
+    read_effort,
+    read_reasoning_effort,
+    read_template_effort,
+    read_thinking_effort,
 )
 
 MEDIA_TOKENS = 1024
@@ -92,7 +92,7 @@ class Payload(msgspec.Struct, gc=False):
 
     def text(self) -> str:
         """The text that a tokenizer would count."""
-        return "\n".join([part if isinstance(part, str) else text_of(part) for part in self.parts])
+        return "\n".join([part if isinstance(part, str) else part_text(part) for part in self.parts])
 
     @property
     def sequences(self) -> int:
@@ -109,7 +109,7 @@ class Payload(msgspec.Struct, gc=False):
 
     @property
     def shown_sequences(self) -> int:
-        """Those of them that the answer has."""
+        """Sequences that the answer has."""
         return self.prompts * (self.choices - self.hidden_choices)
 
 
@@ -214,7 +214,7 @@ _ends_in_half_a_pair = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}.{,5}\Z", re.D
 
 
 def _defect(error: msgspec.DecodeError, body: bytes) -> str:
-    """What is wrong with malformed JSON. msgspec takes half of a surrogate pair near the end for an early end."""
+    """Defect of malformed JSON, in words. msgspec takes half of a surrogate pair near the end for an early end."""
     said = str(error).removeprefix("JSON is malformed: ")
     if said != _TRUNCATED:
         return said
@@ -404,14 +404,14 @@ def _traits(fields: _Fields, others: Carried, of_api: Traits) -> Traits:
     """The traits `of_api`, tools and a format, with those that the fields of every API say."""
     effort: str | None = None
     if fields.reasoning_effort is not _UNSET:
-        effort = effort_of(_given(fields.reasoning_effort))
+        effort = read_effort(_given(fields.reasoning_effort))
     elif fields.reasoning is not _UNSET:
-        effort = effort_of_reasoning(_given(fields.reasoning))
+        effort = read_reasoning_effort(_given(fields.reasoning))
     elif fields.thinking is not _UNSET:
-        effort = effort_of_thinking(_given(fields.thinking))
+        effort = read_thinking_effort(_given(fields.thinking))
     if effort is None and others.template_arguments:
-        effort = effort_of_template(others.template_arguments)
-    choice = None if fields.tool_choice is _UNSET else choice_of(_given(fields.tool_choice))
+        effort = read_template_effort(others.template_arguments)
+    choice = None if fields.tool_choice is _UNSET else read_choice(_given(fields.tool_choice))
     has_stop = is_given(_given(fields.stop)) or is_given(_given(fields.stop_sequences))
     if effort is None and choice is None and not has_stop:
         return of_api

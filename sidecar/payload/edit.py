@@ -52,7 +52,7 @@ def count(body: bytes, key: str) -> int:
 
 
 def _without_escaped_quotes(body: bytes) -> bytes:
-    """The same length, and every quote left in it begins or ends a string: no backslash is outside of a string."""
+    """A body of the same length, in which every quote begins or ends a string: no backslash is outside of one."""
     return body.replace(b"\\\\", b"??").replace(b'\\"', b"??") if b"\\" in body else body
 
 

@@ -72,7 +72,7 @@ class _Body(msgspec.Struct, gc=False):
 
 
 class _Root(msgspec.Struct):
-    """What is decoded of a long body: the prompt is skipped, in half a millisecond for each megabyte."""
+    """Members that are decoded of a long body: the prompt is skipped, in half a millisecond for each megabyte."""
 
     model: Any = None
     cache_salt: Any = None

@@ -294,7 +294,7 @@ def json_bytes(part: bytes) -> int:
     return len(part) if b"\\u" not in part else len(msgspec.json.encode(_decode(part)))
 
 
-def text_of(part: bytes) -> str:
+def part_text(part: bytes) -> str:
     """The text that a tokenizer would count in a part that is `measured`."""
     if is_plain(part):
         return part.decode("utf-8", "replace")
@@ -302,7 +302,7 @@ def text_of(part: bytes) -> str:
 
 
 def is_plain(part: bytes) -> bool:
-    """Whether its size is the text's size: no escapes of six bytes a character, and no content parts."""
+    """True if its size is the text's size: no escapes of six bytes a character, and no content parts."""
     # Few conversations have a backslash, or a bracket after the first byte, and one byte is found many times as fast as
     # two. `in` tries bytes as a number.
     return (
@@ -377,7 +377,7 @@ def _media(item: dict[str, object], place: _Place) -> Set[str]:
 
 
 def _given(item: dict[str, object], names: Set[str]) -> Set[str]:
-    """Those of its members. A null is one only beside the `uuid` of a medium that the engine has seen before."""
+    """Members that are given. A null is one only beside the `uuid` of a medium that the engine has seen before."""
     found = item.keys() & names
     if found and item.get("uuid") is None:
         return {name for name in found if item[name] is not None}

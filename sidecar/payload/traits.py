@@ -55,19 +55,19 @@ _template_arguments = msgspec.json.Decoder(_TemplateArguments).decode
 _tool_choice = msgspec.json.Decoder(_ToolChoice).decode
 
 
-def effort_of(said: bytes) -> str | None:
+def read_effort(value: bytes) -> str | None:
     """The effort of a JSON string; None where it is none. An unknown word is `other`: engines add words."""
     try:
-        word = _string(said).lower()
+        word = _string(value).lower()
     except msgspec.MsgspecError:
         return None
     return word if word in EFFORTS else "other"
 
 
-def effort_of_reasoning(said: bytes) -> str | None:
+def read_reasoning_effort(value: bytes) -> str | None:
     """The effort of the Responses API's object `reasoning`."""
     try:
-        word = _reasoning(said).effort
+        word = _reasoning(value).effort
     except msgspec.MsgspecError:
         return None
     if word is None:
@@ -75,10 +75,10 @@ def effort_of_reasoning(said: bytes) -> str | None:
     return word.lower() if word.lower() in EFFORTS else "other"
 
 
-def effort_of_thinking(said: bytes) -> str | None:
+def read_thinking_effort(value: bytes) -> str | None:
     """The effort of Anthropic's object `thinking`, by its budget of tokens."""
     try:
-        thinking = _thinking(said)
+        thinking = _thinking(value)
     except msgspec.MsgspecError:
         return None
     if thinking.type == "disabled":
@@ -91,26 +91,26 @@ def effort_of_thinking(said: bytes) -> str | None:
     return "low" if budget <= _LOW_BUDGET else "medium" if budget <= _MEDIUM_BUDGET else "high"
 
 
-def effort_of_template(said: bytes) -> str | None:
+def read_template_effort(value: bytes) -> str | None:
     """The effort of `chat_template_kwargs`: a switch for thinking, as Qwen's and DeepSeek's templates have one."""
     try:
-        arguments = _template_arguments(said)
+        arguments = _template_arguments(value)
     except msgspec.MsgspecError:
         return None
     switch = arguments.thinking if arguments.enable_thinking is None else arguments.enable_thinking
     return None if switch is None else "other" if switch else "none"
 
 
-def choice_of(said: bytes) -> str | None:
+def read_choice(value: bytes) -> str | None:
     """The tool choice of a JSON string or object. OpenAI's objects name a tool; Anthropic's have a type."""
-    if said[:1] == b'"':
+    if value[:1] == b'"':
         try:
-            word = _string(said).lower()
+            word = _string(value).lower()
         except msgspec.MsgspecError:
             return None
         return word if word in _CHOICES else None
     try:
-        kind = _tool_choice(said).type
+        kind = _tool_choice(value).type
     except msgspec.MsgspecError:
         return None
     if kind is None:
@@ -118,6 +118,6 @@ def choice_of(said: bytes) -> str | None:
     return "required" if kind == "any" else kind if kind in _CHOICES else "named"
 
 
-def is_given(said: bytes) -> bool:
-    """Whether a field says anything: not where it is absent, null or empty."""
-    return said not in _ABSENT and said not in (b"[]", b'""', b"{}")
+def is_given(value: bytes) -> bool:
+    """True if a field says anything: not where it is absent, null or empty."""
+    return value not in _ABSENT and value not in (b"[]", b'""', b"{}")

@@ -40,17 +40,16 @@ class Capacity:
     )
     waiting: of.Count = key(
         DEFAULT_WAITING,
-        "With `from: engine`: requests that may wait inside the engine, so that it never runs dry. While "
-        "more wait there, no request is admitted.",
+        "With `from: engine`: requests that may wait inside the engine, so that it never runs dry.",
         8,
     )
 
     learn: of.LearnChoice = key(
         # One answer in twenty outgrows what its lease held at first, and the lease then grows.
         "cautious",
-        "Whether a lease holds the output that answers like it had, or with `off` its `max_tokens`. `full` holds less, "
-        "and counts that requests end at different times. One value a pool: with `engines`, write it in their common "
-        "`capacity`.",
+        "Whether a lease holds the output that answers like it had, or with `off` its `max_tokens`. "
+        "`full` holds less, and counts that requests end at different times. With `engines`, write it"
+        " in their common `capacity`.",
         "full",
     )
 
@@ -78,7 +77,7 @@ class Capacity:
 
     @property
     def is_read(self) -> bool:
-        """Whether what is not written is read from the engine."""
+        """True if what is not written is read from the engine."""
         return self.read_from is not None
 
     def size(self, kv_tokens: int | None, max_running: int | None) -> tuple[int | None, int | None]:

@@ -16,7 +16,7 @@ class TierSource(str, Enum):
 
 
 class Mode(str, Enum):
-    """Whether requests are held: `observe` and `pass` pass all, and `observe` records what `enforce` would do."""
+    """How requests are treated: `observe` and `pass` pass all, and `observe` records what `enforce` would do."""
 
     ENFORCE = "enforce"
     OBSERVE = "observe"
@@ -38,14 +38,14 @@ class Unguarded(str, Enum):
 
 
 class StreamUsage(str, Enum):
-    """Whether the engine is asked for the usage of streams whose clients do not ask: see `middleware.asked_usage`."""
+    """When the engine is asked for the usage of streams whose clients do not ask: see `middleware.asked_usage`."""
 
     ASK = "ask"
     AS_SENT = "as_sent"
 
 
 class UsageInTraces(str, Enum):
-    """Whether our `engine` span has what a request used: always, never, or unless the app has traced it itself."""
+    """When our `engine` span has what a request used: always, never, or unless the app has traced it itself."""
 
     ONCE = "once"
     ALWAYS = "always"
@@ -60,7 +60,7 @@ class Background(str, Enum):
 
 
 class Order(str, Enum):
-    """What orders the requests beyond their tiers' floors: the aged level, or the service gain."""
+    """Order of the requests beyond their tiers' floors: the aged level, or the service gain."""
 
     LEVEL = "level"
     GAIN = "gain"
@@ -89,7 +89,7 @@ class Learn(str, Enum):
 
 
 class StoredTenants(str, Enum):
-    """Whether there are tenants in the store, and whether the policy has them: once the process has read them."""
+    """State of the tenants in the store: none, not read yet, or read, so that the policy has them."""
 
     NONE = "none"
     UNREAD = "unread"

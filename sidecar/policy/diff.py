@@ -40,7 +40,7 @@ def differences(before: Policy, after: Policy) -> list[str]:
 
 
 def describe_changes(before: Policy, after: Policy) -> str:
-    """The same in one line, of bounded length."""
+    """The changes in one line, of bounded length."""
     found = differences(before, after)
     if not found:
         return "nothing that counts is different"
@@ -166,7 +166,7 @@ def _changed(about: str, before: str, after: str) -> Iterator[str]:
 
 
 def _are_one_kind(before: object, after: object) -> bool:
-    """Whether both are mappings of a file whose keys are compared one by one."""
+    """True if both are mappings of a file whose keys are compared one by one."""
     if type(before) is not type(after) or not is_dataclass(before) or isinstance(before, (Aging, StoreAddress, Tenant)):
         return False
     return not isinstance(before, Capacity) or before.is_read is getattr(after, "is_read", None)
@@ -219,14 +219,14 @@ def needs_restart(running: Policy, changed: Policy) -> list[str]:
     """
     keys = {written_name(one): getattr(running, one.name) != getattr(changed, one.name) for one in _FIXED}
     keys |= {
-        **_of_capacity(running, changed),
+        **_capacity_changes(running, changed),
         "models (their names)": set(running.models) != set(changed.models),
         "tiers (their names and order)": _tier_names(running) != _tier_names(changed),
     }
     return [key for key, is_another in keys.items() if is_another]
 
 
-def _of_capacity(running: Policy, changed: Policy) -> dict[str, bool]:
+def _capacity_changes(running: Policy, changed: Policy) -> dict[str, bool]:
     """Where the pool's engines, and its size, come from."""
     before, after = running.engines, changed.engines
     if before is None and after is None:

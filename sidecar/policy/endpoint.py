@@ -24,8 +24,8 @@ class Cors:
     origins: of.Origins = key(..., 'The origins of the pages, or `["*"]` for every page.', ["https://app.example"])
     headers: of.AskedHeaders | None = key(
         None,
-        "The headers that their requests may have; write `authorization` and `content-type` among them. Default: "
-        "every header that is asked for.",
+        "The headers that their requests may have, `authorization` and `content-type` among them. "
+        "Default: every one that is asked for.",
         ["authorization", "content-type", "x-priority"],
     )
 
@@ -106,7 +106,7 @@ class Endpoint(EndpointBody):
     path: str = ""
 
 
-def endpoints_of(bodies: dict[str, EndpointBody]) -> Mapping[str, Endpoint]:
+def new_endpoints(bodies: dict[str, EndpointBody]) -> Mapping[str, Endpoint]:
     """The guarded paths. One whose API is not known is a mistake that `validate` reports."""
     return MappingProxyType(
         {

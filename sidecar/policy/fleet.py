@@ -45,7 +45,7 @@ class EngineAddress:
     )
     url: of.EngineUrl = key(..., "Its address, also with a base path.", "http://a:8000")
     capacity: Annotated[Capacity, ReadAs(Capacity | None)] = key(
-        None, "What it holds at once. Default: `capacity` of `engines`.", {"tokens": "400k", "requests": 160}
+        None, "Its size. Default: `capacity` of `engines`.", {"tokens": "400k", "requests": 160}
     )
     prefill: Annotated[int, ReadAs(of.Prefill | None)] = key(
         None, "Un-prefilled prompt tokens it may have at once. Default: `prefill` of `engines`.", "16k"
@@ -121,8 +121,8 @@ class Affinity:
     session: of.SessionSources = key(
         # The prompt's bytes show a hit. A session's name only claims one, and a false claim overfills an engine.
         [],
-        "Headers, or `prompt_cache_key` of the body, that name a session: the engine that served it last is taken to "
-        "have all of its prompt. For prompts whose beginning changes, or is not in the body. Default: none.",
+        "Headers, or `prompt_cache_key`, that name a session: the engine that served it last is taken"
+        " to have all of its prompt.",
         ["x-session-id", "prompt_cache_key"],
     )
 
@@ -199,7 +199,7 @@ class FleetPolicy:
     )
     capacity: Capacity = key(
         {"from": "engine"},  # engines know their size, and an engine that is started with another needs no change here
-        "What each engine holds at once that writes nothing of its own.",
+        "The size of each engine that has none of its own.",
         {"tokens": "400k", "requests": 160},
     )
     prefill: of.Prefill = key(
@@ -208,8 +208,8 @@ class FleetPolicy:
         # prompts; with more, prompts queue inside it, bound to it, in its order. Without a bound, an engine with room
         # in its KV cache takes every prompt when it comes: that is binding on arrival, which claims are there to avoid.
         "8k",
-        "Un-prefilled prompt tokens, sent and without a first byte, that an engine may have at once, or `unbounded`. "
-        "A larger prompt enters an engine that has none.",
+        "Prompt tokens, sent and without a first byte, that an engine may have at once. A larger "
+        "prompt enters an engine that has none.",
         "16k",
     )
     affinity: Annotated[Affinity, of.DEFAULTS] = key(
@@ -218,12 +218,12 @@ class FleetPolicy:
     health: Annotated[Health, ReadAs(HealthBody, _health), of.DEFAULTS] = key({}, "The probes of each engine.")
     slow_start_s: of.Seconds = key(
         "60s",  # caches are empty, and the first requests of each shape compile kernels
-        "How long an engine that comes back is given its capacity in ten steps. `0s`: all at once.",
+        "How long an engine that comes back gets its capacity in ten steps.",
     )
     replay: Annotated[Replay, of.DEFAULTS] = key({}, "Replays of requests whose engine broke.")
     drain_timeout_s: of.PositiveSeconds = key(
         "10m",  # 12,000 tokens at 20 a second, so longer than almost any answer
-        "How long a drain waits for the engine's last request. None is cut: an answer that is longer goes on.",
+        "How long a drain waits for the engine's last request. None is cut.",
     )
 
     @model_validator(mode="after")
@@ -256,12 +256,10 @@ class FleetPolicy:
 class ModelPolicy:
     """One model: a pool of its own, with the tiers and tenants of all."""
 
-    engines: of.EngineNames | None = key(
-        None, "The names of its engines. Required where there are several models. Default: all.", ["a", "b"]
-    )
+    engines: of.EngineNames | None = key(None, "The names of its engines. Required for several models.", ["a", "b"])
     aliases: of.ModelNames = key(
         [],  # a request goes to the engine with the name that it came with
-        "Other names that clients send for it, and that its engines know, such as LoRA adapters. Default: none.",
+        "Other names that clients send for it, and that its engines know, such as LoRA adapters.",
         ["llama", "my-lora"],
     )
 
@@ -287,7 +285,7 @@ def pool_prefill(engines: Iterable[EngineAddress]) -> int | None:
     return _sum([None if engine.prefill == UNLIMITED else engine.prefill for engine in engines])
 
 
-def largest_of(engines: Iterable[EngineAddress]) -> tuple[int, int]:
+def largest_size(engines: Iterable[EngineAddress]) -> tuple[int, int]:
     """The most (tokens, requests) that one engine holds, by dimension; UNLIMITED where one of them writes no bound.
 
     A request that fits no engine is refused at once. Engines of which one has the most tokens, and another the most

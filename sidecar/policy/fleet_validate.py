@@ -39,7 +39,7 @@ def fleet_mistakes(data: Mapping[str, object]) -> Found:
     yield from _sizes(fleet.get("capacity"), ("engines", "capacity"))
     yield from _unreported(data.get("engine"), fleet)
     if fleet.get("mounted") is True:
-        yield from _of_mounted(fleet, models)
+        yield from _mounted_problems(fleet, models)
         return
     if not isinstance(models, dict):
         if isinstance(listed, list) and models is None:
@@ -60,7 +60,7 @@ _NOT_MOUNTED = {
 """Keys of `engines` that say nothing of a mounted engine."""
 
 
-def _of_mounted(fleet: Mapping[str, object], models: object) -> Found:
+def _mounted_problems(fleet: Mapping[str, object], models: object) -> Found:
     """Keys that only engines behind the proxy have."""
     for name, why in _NOT_MOUNTED.items():
         if name in fleet:

@@ -22,7 +22,9 @@ R = TypeVar("R")
 
 
 def stamp(name: str) -> Stamp | None:
-    """What changes with a file and its content, also where a symbolic link leads to it; None where there is none."""
+    """A stamp that changes with a file and its content, also where a symbolic link leads to it; None where there is
+    none.
+    """
     try:
         status = os.stat(name)
     except OSError:
@@ -58,7 +60,7 @@ class FollowedFiles(Generic[R]):
 
     @property
     def is_changing(self) -> bool:
-        """Whether the files differ from those reported last; another look soon will say more."""
+        """True if the files differ from those reported last; another look soon will say more."""
         return self._change is not None
 
     def pause_s(self, every_s: float) -> float:

@@ -1,4 +1,4 @@
-"""What the policy says of a gateway that stands before the sidecar and names the tenant of a request in a header."""
+"""The policy's keys for a gateway that stands before the sidecar and names the tenant of a request in a header."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ class GatewayPolicy:
     )
     tier_header: of.HeaderName | None = key(
         None,
-        "The header that names the tier of requests which name none, up to the tenant's `max_tier`. Default: none, the "
-        "tenant's tier counts.",
+        "The header that names the tier of requests which name none, up to the tenant's `max_tier`.",
         "x-tenant-tier",
     )
 
@@ -76,7 +75,7 @@ class GatewayPolicy:
         return (self.tenant_header,) if self.tier_header is None else (self.tenant_header, self.tier_header)
 
     def sent(self, client: tuple[str, int] | None, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether a request comes from the gateway. `client` is its address of the ASGI scope.
+        """True if a request comes from the gateway. `client` is its address of the ASGI scope.
 
         A server may have taken the address of the connection out of `X-Forwarded-For` (uvicorn with `--proxy-headers`):
         whoever may write that header could name any address, so such an address is never the gateway's.
@@ -84,7 +83,7 @@ class GatewayPolicy:
         return client is not None and self.is_from(client) and not _is_written(client, headers)
 
     def is_from(self, client: tuple[str, int] | None) -> bool:
-        """Whether a connection has an address of the gateway. Servers leave no port with one that a header named."""
+        """True if a connection has an address of the gateway. Servers leave no port with one that a header named."""
         return client is not None and bool(client[1]) and _within(self.networks, client[0])
 
     def __str__(self) -> str:
@@ -93,7 +92,7 @@ class GatewayPolicy:
 
 @lru_cache(maxsize=4096)
 def _within(networks: tuple[Network, ...], host: str) -> bool:
-    """Whether an address is in one of the networks."""
+    """True if an address is in one of the networks."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:
@@ -104,7 +103,7 @@ def _within(networks: tuple[Network, ...], host: str) -> bool:
 
 
 def _is_written(client: tuple[str, int], headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether an address and its port are those of an `X-Forwarded-For`, as uvicorn 0.54 reads it."""
+    """True if an address and its port are those of an `X-Forwarded-For`, as uvicorn 0.54 reads it."""
     written = b",".join(value for name, value in headers if name == _FORWARDED_FOR).decode("latin-1")
     hosts_and_ports = (part.strip().rpartition(":") for part in written.split(",")) if written else ()
     return any(host.strip("[]") == client[0] and _is_number(port, client[1]) for host, _, port in hosts_and_ports)

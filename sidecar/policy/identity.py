@@ -1,4 +1,4 @@
-"""What the policy says of identities that are not API keys: signed tokens (JWTs) of an issuer."""
+"""The policy's keys for identities that are not API keys: signed tokens (JWTs) of an issuer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_installed() -> None:
 
 
 def is_address(key_set: str) -> bool:
-    """Whether a key set is fetched, and not read from a file."""
+    """True if a key set is fetched, and not read from a file."""
     return key_set.startswith(("https://", "http://"))
 
 
@@ -86,7 +86,7 @@ def read_key_set(file: Path) -> bytes:
     return raw
 
 
-def _said(value: object) -> str:
+def _shown(value: object) -> str:
     return units.text(value, "a text", "https://id.example")
 
 
@@ -128,7 +128,7 @@ def _algorithm(value: object) -> str:
     return name
 
 
-_Said = Annotated[str, of.Reads(_said)]
+_Said = Annotated[str, of.Reads(_shown)]
 _KEY_SET = of.schema("An address (https://), or a file, relative to this one.")
 _DURATION = of.schema('A duration: "500ms", "30s".', pattern=r"^[0-9.]+ ?(us|ms|s|m|h)$")
 _Algorithms = Annotated[
@@ -144,15 +144,14 @@ class JwtPolicy:
     """Bearer tokens of one issuer, signed by it (JWTs), beside the API keys."""
 
     issuer: _Said = key(..., "The tokens' `iss`, exactly.", "https://id.example")
-    audience: _Said = key(..., "What must be the tokens' `aud`, or in it: the name of this service.", "llm")
+    audience: _Said = key(..., "The tokens' `aud`, or one of it: the name of this service.", "llm")
     key_set: Annotated[str, of.Reads(_key_set, _KEY_SET)] = key(
         ..., "Where the issuer's public keys are (JSON Web Key Set).", "https://id.example/keys", name="jwks"
     )
     tenant_claim: _Said = key(..., "The claim that names a tenant of this policy.", "tenant")
     tier_claim: _Said | None = key(
         None,
-        "The claim that names the tier of requests which name none, up to the tenant's `max_tier`. Default: none, the "
-        "tenant's tier counts.",
+        "The claim that names the tier of requests which name none, up to the tenant's `max_tier`.",
         "tier",
     )
     clock_skew_s: Annotated[float, of.Reads(_skew, _DURATION)] = key(

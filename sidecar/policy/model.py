@@ -26,7 +26,7 @@ from sidecar.policy.choices import (
     UsageInTraces,
 )
 from sidecar.policy.endpoint import Cors, CostPlace, Endpoint, RequestSize
-from sidecar.policy.fleet import EngineAddress, largest_of, pool_prefill, pool_size
+from sidecar.policy.fleet import EngineAddress, largest_size, pool_prefill, pool_size
 from sidecar.policy.pool_file import MAX_CHOICES, PoolFile
 from sidecar.policy.rules import UNLIMITED, PoolRules, pool_rules
 from sidecar.policy.tenant import NO_LIMITS, Limits, Tenant
@@ -71,7 +71,7 @@ BARE = "bare"
 
 
 def is_forced(environment: Mapping[str, str]) -> bool:
-    """Whether the environment asks for it. Raises ValueError for another mode."""
+    """True if the environment asks for it. Raises ValueError for another mode."""
     written = environment.get(MODE_VARIABLE, "")
     if written not in ("", Mode.PASS.value):
         raise ValueError(
@@ -87,7 +87,7 @@ class Policy(PoolFile):
 
     `tenants` maps the lower-case hex SHA-256 digest of an API key to its tenant; `keyless` are the tenants that have
     none. `generation` is a short digest of the files' contents. `rules` bound only what the policy does where the
-    engine says how large the pool is: `rules_of` gives the rules of a size. With engines they are those of the sum of
+    engine says how large the pool is: `rules_for` gives the rules of a size. With engines they are those of the sum of
     their written capacities.
     """
 
@@ -99,7 +99,7 @@ class Policy(PoolFile):
 
     @property
     def is_bare(self) -> bool:
-        """Whether it has no more than `mode: pass` needs."""
+        """True if it has no more than `mode: pass` needs."""
         return self.generation == BARE
 
     @property
@@ -133,7 +133,7 @@ class Policy(PoolFile):
     def of_engines(self, engines: Sequence[EngineAddress]) -> Policy:
         """The policy as it is with these engines, such as those of an engine list: `rules` are those of their sum."""
         assert self.engines is not None
-        rules = self.rules_of(*pool_size(engines), pool_prefill(engines))
+        rules = self.rules_for(*pool_size(engines), pool_prefill(engines))
         return replace(self, engines=self.engines.listing(engines), rules=rules)
 
     def of_model(self, name: str) -> Policy:
@@ -150,8 +150,8 @@ class Policy(PoolFile):
 
     @property
     def largest_engine(self) -> tuple[int, int]:
-        """The most (tokens, requests) that one engine holds: no larger request is ever admitted. See `largest_of`."""
-        return (UNLIMITED, UNLIMITED) if self.engines is None else largest_of(self.engines.static)
+        """The most (tokens, requests) that one engine holds: no larger request is ever admitted. See `largest_size`."""
+        return (UNLIMITED, UNLIMITED) if self.engines is None else largest_size(self.engines.static)
 
     @property
     def called_models(self) -> Mapping[str, str]:
@@ -160,13 +160,13 @@ class Policy(PoolFile):
 
     @property
     def reads_capacity(self) -> bool:
-        """Whether a part of the pool's size is read from the engines, or depends on how many are found."""
+        """True if a part of the pool's size is read from the engines, or depends on how many are found."""
         if self.engines is None:
             return self.engine_capacity is not None
         return not self.engines.static or any(engine.capacity.is_read for engine in self.engines.static)
 
-    def rules_of(self, tokens: int | None, requests: int | None, prefill: int | None = None) -> PoolRules:
-        """The same tiers' rules in a pool of another size. None is unbounded."""
+    def rules_for(self, tokens: int | None, requests: int | None, prefill: int | None = None) -> PoolRules:
+        """Rules of the same tiers in a pool of another size. None is unbounded."""
         rules = self.rules
         return pool_rules(
             tokens=tokens,
@@ -181,17 +181,17 @@ class Policy(PoolFile):
         )
 
     def ordered_by(self, order: Order) -> Policy:
-        """The same policy with another order."""
+        """Copy of the policy with another order."""
         rules = replace(self.rules, is_by_gain=order is Order.GAIN)
         sizes = (None if size == UNLIMITED else size for size in (rules.tokens, rules.requests, rules.prefill))
         ordered = replace(self, order=order, rules=rules)
-        return replace(ordered, rules=ordered.rules_of(*sizes))
+        return replace(ordered, rules=ordered.rules_for(*sizes))
 
     @property
     def is_sized(self) -> bool:
-        """Whether the pool's size stands in the policy, in one dimension at least. It may still be the engine's."""
+        """True if the pool's size stands in the policy, in one dimension at least. It may still be the engine's."""
         return min(self.rules.tokens, self.rules.requests) < UNLIMITED
 
-    def level_of(self, name: str) -> int | None:
+    def level_for(self, name: str) -> int | None:
         """The level of the tier called `name`, None where the policy has no such tier."""
         return next((tier.level for tier in self.tiers if tier.name == name), None)

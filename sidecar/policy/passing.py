@@ -28,7 +28,7 @@ _log = logging.getLogger("sidecar.policy")
 
 
 def says_pass(path: str | FilePath) -> bool:
-    """Whether the pool's file has the line `mode: pass`, and be the rest no policy. Reads the disk."""
+    """True if the pool's file has the line `mode: pass`, and be the rest no policy. Reads the disk."""
     try:
         with pool_file(path).open("rb") as file:
             return _LINE.search(file.read(LARGEST_FILE_BYTES)) is not None

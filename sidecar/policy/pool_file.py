@@ -27,7 +27,7 @@ from sidecar.policy.choices import (
     UsageInTraces,
 )
 from sidecar.policy.declared import ReadAs, declared, key
-from sidecar.policy.endpoint import Cors, Endpoint, EndpointBody, endpoints_of
+from sidecar.policy.endpoint import Cors, Endpoint, EndpointBody, new_endpoints
 from sidecar.policy.fleet import FleetPolicy, ModelPolicy
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.identity import JwtPolicy
@@ -81,7 +81,7 @@ class PoolFile:
     )
     capacity: Capacity | None = key(
         None,
-        "What the engine holds at once. Required without `engines`, which have capacities of their own.",
+        "The engine's size. Required without `engines`, which have sizes of their own.",
         {"tokens": "400k", "requests": 160},
     )
     engines: FleetPolicy | None = key(
@@ -100,15 +100,14 @@ class PoolFile:
     )
     order: Annotated[Order, of.Choice(Order, "order")] = key(
         "level",
-        "What orders the requests beyond their tiers' floors: `level`, or `gain`, which serves first what earns most "
-        "before its deadline, of the tiers with an `slo` of `ttft` and `tpot`.",
+        "The order of requests beyond their tiers' floors. `gain` serves first what earns most before"
+        " its deadline, of tiers with an `slo` of `ttft` and `tpot`.",
         "gain",
         is_fixed=True,
     )
     fair: of.Share = key(
         "25%",  # a quarter repairs the important tiers' worst waits, and costs one point in a hundred of the gain
-        "With `order: gain`, the part of each reserve that is filled in fair order: the tier's floor. With `level` the "
-        "whole reserve is.",
+        "With `order: gain`, the part of each reserve that is the tier's floor, filled in fair order.",
         "50%",
     )
     default_level: Annotated[int, ReadAs(of.Level | None)] = key(
@@ -119,8 +118,8 @@ class PoolFile:
     )
     mode: Annotated[Mode, of.Choice(Mode, "mode")] = key(
         "enforce",
-        "`observe` lets every request pass at once and untouched, and records what `enforce` would have done. "
-        "`pass` does no more than pass them, for when the sidecar itself is the problem.",
+        "`observe` lets every request pass, and records what `enforce` would have done. `pass` only "
+        "lets them pass, for when the sidecar is the problem.",
         "observe",
     )
     max_preemptions: of.Count = key(
@@ -129,14 +128,14 @@ class PoolFile:
     )
     keep_alive_s: of.PositiveSeconds | None = key(
         None,
-        "How often a streaming client that queues is sent a comment, so that no load balancer takes the "
-        "wait for an idle connection. Default: never.",
+        "How often a streaming client that queues is sent a comment, so that no load balancer ends "
+        "the connection. Default: never.",
         "15s",
     )
     trace_waits_s: of.Seconds = key(
         "30s",  # waits that are shorter are seen when they end; beyond, someone looks at the trace meanwhile
-        "How often a request that waits says so in its trace, as a span `admission.waiting`, so that a long wait is "
-        "seen before it ends, and also where the process is killed. `0s`: never.",
+        "How often a waiting request has a span `admission.waiting`, so that a long wait is seen "
+        "before it ends. `0s`: never.",
         "5m",
     )
     anonymous: Annotated[Tenant | None, ReadAs(of.AnonymousLevel | None, _anonymous)] = key(
@@ -147,48 +146,47 @@ class PoolFile:
     )
     engine_levels: Annotated[tuple[tuple[float, int], ...], ReadAs(of.Thresholds | None)] = key(
         None,
-        "From which number on a client's own engine priority counts as a tier. For the source `engine`: with it, a "
-        "number in the body's `priority` is on the engine's own scale, and not from 0 to 1.",
+        "For the source `engine`: from which number on a client's own engine priority counts as a "
+        "tier. A number in the body's `priority` is then on that scale, not from 0 to 1.",
         {"high": 10, "normal": 5, "batch": 0},
         is_always_read=True,
     )
-    endpoints: Annotated[Mapping[str, Endpoint], ReadAs(_Endpoints, endpoints_of)] = key(
+    endpoints: Annotated[Mapping[str, Endpoint], ReadAs(_Endpoints, new_endpoints)] = key(
         {path: {} for path in STANDARD_PATHS},
         "The guarded paths; `unguarded` says what happens on all others. Default: the standard /v1 paths.",
     )
     unguarded: Annotated[Unguarded, of.Choice(Unguarded)] | None = key(
         None,  # a proxy knows the engine's paths; an app has paths of its own, such as /login
-        "What happens on paths that are not guarded. `deny`: only reading (GET) and what the engine is "
-        "known to do harmlessly, such as tokenizing, passes; the rest is a 404. `generating`: only paths on which the "
-        "engine generates are a 404. `allow`: everything passes. Default: `deny` before an engine's server, "
+        "Paths that are not guarded. `deny`: reading (GET) and what is known to be harmless, such as "
+        "tokenizing, passes; the rest is a 404. `generating`: only paths on which the engine "
+        "generates are a 404. `allow`: all pass. Default: `deny` before an engine's server, "
         "`generating` in an app.",
         "deny",
     )
     usage: Annotated[StreamUsage, of.Choice(StreamUsage)] = key(
         "ask",  # an event may hold any number of tokens: counted by its events, an answer can cost a tenth
-        "How the tokens of a stream are known whose client does not ask for its `usage`. `ask`: the engine is asked, "
-        "and the client does not see the answer. `as_sent`: the request is not changed, and the tokens are estimated "
-        "from the text. With `engine: none` nothing is asked.",
+        "The tokens of a stream whose client does not ask for `usage`. `ask`: the engine is asked, "
+        "and the client does not see it. `as_sent`: they are estimated from the text. With `engine: "
+        "none` nothing is asked.",
         "as_sent",
     )
     usage_in_traces: Annotated[UsageInTraces, of.Choice(UsageInTraces)] = key(
         "once",  # a backend that adds up what the spans of a trace used would count the same tokens twice
-        "Whether the `engine` span has what the request used (`gen_ai.usage`). `once`: unless a mounted app has traced "
-        "its own call of the model with it. `never`: something else traces it, such as the engine. Metrics have it in "
-        "any case.",
+        "Whether the `engine` span has `gen_ai.usage`. `once`: unless a mounted app has traced its "
+        "own call of the model with it. `never`: something else traces it.",
         "never",
     )
     public: of.PathList | None = key(
         None,  # load balancers ask whether the engine lives; nothing else is for who has no key
-        "With `unguarded: deny`, the paths that may be read without a key, where others need one (`anonymous: deny`). "
-        "The engine's metrics, documents and settings are shown only where they are named here. Default: the engine's "
-        "liveness page; with another `anonymous`, every path.",
+        "With `unguarded: deny` and `anonymous: deny`, the paths that may be read without a key. "
+        "Default: the engine's liveness page; with another `anonymous`, every path. The engine's "
+        "metrics and settings are shown only where they are named here.",
         ["/health", "/metrics"],
     )
     background: Annotated[Background, of.Choice(Background)] = key(
         "refuse",  # such a response is answered at once and runs on: its request would hold nothing meanwhile
-        "What happens to `background: true` on responses. `refuse`: a 400. `hold`: the response is "
-        "followed at the engine until it ends, and holds its lease until then.",
+        "`background: true` on responses. `refuse`: a 400. `hold`: the response holds its lease until"
+        " it ends at the engine.",
         "hold",
     )
     tenant_files: of.Text | None = key(
@@ -200,7 +198,7 @@ class PoolFile:
     )
     jwt: JwtPolicy | None = key(
         None,
-        "Signed bearer tokens (JWTs) that name a tenant, beside the API keys. Default: API keys alone.",
+        "Signed bearer tokens (JWTs) that name a tenant, beside the API keys.",
         {
             "issuer": "https://id.example",
             "audience": "llm",
@@ -210,12 +208,12 @@ class PoolFile:
     )
     gateway: GatewayPolicy | None = key(
         None,
-        "A gateway that names the tenant in a header, which counts from its own addresses only. Default: none.",
+        "A gateway that names the tenant in a header, from its own addresses only.",
         {"tenant_header": "x-tenant", "addresses": ["10.0.0.0/8"]},
     )
     cors: Cors | None = key(
         None,
-        "Which pages of other origins a browser lets use the API. Default: none, beside what the app says itself.",
+        "Pages of other origins that a browser lets use the API.",
         {"origins": ["https://app.example"]},
     )
     tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
@@ -231,77 +229,74 @@ class PoolFile:
     )
     disconnect_grace_s: of.Seconds = key(
         "2s",
-        "How long an app may go on after its client's disconnect before its request counts as ended. The "
-        "room stays held for `abort_latency`, too.",
+        "How long an app may go on after its client's disconnect. Then its request counts as ended, "
+        "and holds its room for `abort_latency`.",
     )
     abort_latency_s: of.Seconds | None = key(
         None,
-        "How long the engine may compute on for a request after its client's disconnect: so long it keeps "
-        "its room. Default: the engine's own.",
+        "How long the engine may compute on after a disconnect: so long a request keeps its room. "
+        "Default: the engine's own.",
         "4s",
     )
     tokenizer: of.ExistingFile | None = key(
-        None, "A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4.", is_fixed=True
+        None, "A tokenizer.json, to count prompts exactly. Default: bytes / 4.", is_fixed=True
     )
     store: of.StoreAt | None = key(
         None,
         "Where many replicas keep one pool: redis://, rediss://, unix://, redis+sentinel:// or "
-        "redis+cluster://. SIDECAR_STORE in the environment goes before it, and is the better place for a password. "
-        "Default: leases live in this process.",
+        "redis+cluster://. SIDECAR_STORE goes before it, and is the better place for a password.",
         "redis://127.0.0.1:6379/0",
         is_fixed=True,
     )
     usage_days: of.UsageDays = key(
         62,  # a whole month and the one before
-        "For how many days the use of the tenants is kept in the store, up to 400. 0 counts nothing. Without a store, "
-        "here or in SIDECAR_STORE, it does nothing.",
+        "For how many days the use of the tenants is kept in the store, up to 400. 0 counts nothing.",
         400,
         is_fixed=True,
     )
     stored_tenants: Annotated[StoredTenants, ReadAs(of.Flag, _unread)] = key(
         False,  # else everyone who can write to the store could make a tenant
-        "Whether there are tenants in the store, too, which `sidecar tenants` and the admin port change while the "
-        "sidecars run. It needs a store, here or in SIDECAR_STORE.",
+        "Tenants in the store, too, which `sidecar tenants` and the admin port change while the "
+        "sidecars run. It needs a store.",
         is_fixed=True,
     )
     pool: of.PoolName = key(
         "default",
-        "The pool's name in the store, where several pools share one. Without a store, here or in "
+        "The pool's name in the store, where several share one. Without a store, here or in "
         "SIDECAR_STORE, it does nothing.",
         "chat-70b",
         is_fixed=True,
     )
     on_store_loss: Annotated[StoreLoss, of.Choice(StoreLoss)] = key(
         "divide",  # the engine still works: a part of the pool for each replica is safe, and better than refusing all
-        "What a replica does while the store cannot be reached: `divide` goes on with its part of the "
-        "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
+        "While the store cannot be reached: `divide` goes on with this replica's part of the pool, "
+        "`closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
         "closed",
         is_fixed=True,
     )
     replicas: of.PositiveCount = key(
         1,  # its own part is then the whole pool: no request of a single replica waits for want of a number
-        "Into how many parts a replica divides the pool where it has not reached the store since its start, with "
-        "`on_store_loss: divide`. Later it knows how many replicas there are.",
+        "Into how many parts a replica divides the pool that has not reached the store since its "
+        "start. Later it knows their number.",
         3,
         is_fixed=True,
     )
     forward_key: of.Flag = key(
         False,  # the engine has no use for it, and its log may show it
-        "Whether the API key that a client sent reaches the engine too. By default it is "
-        "removed, and the engine's own, SIDECAR_ENGINE_KEY in the environment, put in its place.",
+        "Whether a client's API key reaches the engine. By default the engine's own, "
+        "SIDECAR_ENGINE_KEY, takes its place.",
     )
 
     max_choices: of.PositiveCount = key(
         MAX_CHOICES,
-        "The most choices of a prompt (`n`, `best_of`) that one request may ask for. Prompts and inputs of a list do "
-        "not count here, because the engine queues them itself.",
+        "The most choices of a prompt (`n`, `best_of`) of one request. Prompts of a list do not "
+        "count: the engine queues them itself.",
         16,
     )
     unsized: Annotated[Unsized, of.Choice(Unsized)] = key(
         "refuse",  # to hold the most that a tier may be given makes one request as dear as all others together
-        "What becomes of a request whose prompt is not in its body, such as `previous_response_id`: "
-        "`refuse` answers 400, `hold` lets it hold its tier's `max_request_tokens`, or else the most that the tier "
-        "could ever be given.",
+        "A request whose prompt is not in its body, such as `previous_response_id`: `refuse` answers "
+        "400, `hold` lets it hold its tier's `max_request_tokens`, or else its size limit.",
         "hold",
     )
 

@@ -26,11 +26,21 @@ PLACES: Mapping[Any, str] = {
 _HEAD = """\
 # The policy's files, key by key
 
-Written by `python -m sidecar.policy.reference` from the models that read them; a test keeps it so. `policies/` has the
-first two with comments, and JSON Schemas of all three for editors. `sidecar check` says what is wrong with a policy,
-and what will surprise.
+```yaml
+engine: vllm
+capacity: {from: engine}
+tiers:                          # most important first
+  high: {reserve: 20%}
+  normal: {reserve: 10%}
+  batch: {reserve: 5%, limit: 60%, queue: {max_wait: 30m}}
+anonymous: normal
+tenants: tenants/*.yaml
+```
 
-Shares are written `20%`, durations `500ms`, `2s`, `5m`, `1h`, counts `160`, `10k`, `2M`, sizes `8MiB`.
+Written by `python -m sidecar.policy.reference` from the models that read them; a test keeps it so. `policies/` has
+commented examples, and JSON Schemas for editors. `sidecar check` says what is wrong with a policy. Shares are written
+`20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`. In brackets stands a key's default (of several
+values the bold one), or how a value is written.
 """
 
 _Schema = dict[str, Any]
@@ -73,7 +83,7 @@ def _inside(mapping: _Schema, path: tuple[str, ...]) -> Iterator[tuple[str, tupl
 
 
 def _is_named(key: _Schema) -> bool:
-    """Whether a mapping stands under names of the operator's own."""
+    """True if a mapping stands under names of the operator's own."""
     return any("additionalProperties" in one or "patternProperties" in one for one in (key, *key.get("anyOf", ())))
 
 
@@ -81,31 +91,47 @@ def _sections(document: _Schema, mapping: _Schema, title: str, path: tuple[str, 
     """A mapping's own section, then those of the mappings inside it."""
     yield f"## {title}\n" if not path else f"### `{'.'.join(path)}`\n"
     yield f"{_paragraphs(mapping['description'])}\n"
-    yield from _table(mapping, paths)
+    yield from _keys(mapping, paths)
     yield ""
     for inner, below in _inside(mapping, path):
         if paths[inner] == below:
             yield from _sections(document, document["$defs"][inner], title, below, paths)
 
 
-def _table(mapping: _Schema, paths: _Paths) -> Iterator[str]:
-    yield "| key | value | default | what it is for |"
-    yield "|---|---|---|---|"
+def _keys(mapping: _Schema, paths: _Paths) -> Iterator[str]:
+    """A line for each key: its name, its default or how a value is written, and what it is for."""
     for name, key in mapping["properties"].items():
-        default = "required" if name in mapping.get("required", ()) else _default(key.get("default"))
-        yield f"| `{name}` | {_value(key, paths)} | {default} | {_cell(key['description'])} |"
+        inner = mapping_in(key)
+        linked = f"`{name}`" if inner is None else f"[`{name}`](#{''.join(paths[inner]).lower()})"
+        value = _value(key)
+        if name in mapping.get("required", ()):
+            form = f"{value}, required" if value else "required"
+        else:
+            form = _optional(value, key.get("default"))
+        yield f"- {linked}{f' ({form})' if form else ''}: {_line(key['description'])}"
 
 
-def _value(key: _Schema, paths: _Paths) -> str:
-    """How a value is written: its kind, and an example."""
-    inner = mapping_in(key)
-    if inner is not None:
-        is_list = any(one.get("type") == "array" for one in (key, *key.get("anyOf", ())))
-        mapping = "a list of mappings" if is_list else "a mapping"
-        return f"{mapping}, [below](#{''.join(paths[inner]).lower()})"
-    kind = _said(key)
-    example = key["examples"][0] if "examples" in key else None
-    return _cell(kind) if example is None or "`" in kind else f"{_cell(kind)}, e.g. `{_flow(example)}`"
+def _optional(value: str, default: object) -> str:
+    """The form of a key that may be left out. Of several words the default one is in bold."""
+    written = _default(default)
+    if not value or not written:
+        return value or written
+    if written in value:
+        return value.replace(written, f"**{written}**")
+    is_all = isinstance(default, list) and len(default) == value.count("`") / 2
+    return f"{value}, default {'all' if is_all else written}"
+
+
+def _value(key: _Schema) -> str:
+    """How a value is written, where its default does not show it. A mapping has a section of its own."""
+    if mapping_in(key) is not None:
+        return "a list" if any(one.get("type") == "array" for one in (key, *key.get("anyOf", ()))) else ""
+    kind = _describe(key)
+    if "`" in kind:
+        return kind
+    if key.get("default") is not None:
+        return ""
+    return f"e.g. `{_flow(key['examples'][0])}`" if "examples" in key else kind
 
 
 _KINDS = {
@@ -117,23 +143,23 @@ _KINDS = {
 }
 
 
-def _said(schema: Mapping[str, Any]) -> str:
+def _describe(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
-        return " or ".join(f"`{value}`" for value in schema["enum"])
+        return ", ".join(f"`{value}`" for value in schema["enum"])
     if schema.get("type") == "array":
-        return f"a list: {_said(schema['items'])}"
+        return f"a list: {_describe(schema['items'])}"
     if "const" in schema:
         const = schema["const"]
         return f"`{const if isinstance(const, str) else json.dumps(const)}`"
     if "anyOf" in schema:
-        return " or ".join(_said(one) for one in schema["anyOf"] if one != _NOTHING)
+        return ", ".join(_describe(one) for one in schema["anyOf"] if one != _NOTHING)
     if "properties" in schema:
         return "`{" + ", ".join(f"{name}: {name.upper()}" for name in schema["properties"]) + "}`"
     return str(schema[of.KIND]) if of.KIND in schema else _KINDS[schema["type"]]
 
 
 def _default(default: object) -> str:
-    if default is None:
+    if default is None or default == {}:
         return ""
     if isinstance(default, dict) and all(value == {} for value in default.values()):
         return ", ".join(f"`{name}`" for name in default)
@@ -154,8 +180,8 @@ def _paragraphs(doc: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in doc.split("\n\n"))
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 if __name__ == "__main__":

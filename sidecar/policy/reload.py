@@ -86,7 +86,7 @@ class PolicyReloader:
             try:
                 look = await asyncio.to_thread(self._files.look, at_once=is_asked)
                 if look is not None:
-                    self._heed(look, is_asked=is_asked)
+                    self._apply(look, is_asked=is_asked)
                     is_asked = False
             except Exception:
                 self._report_defect()
@@ -102,7 +102,7 @@ class PolicyReloader:
             _log.exception("a defect in the sidecar: %s", said, extra={"event": "defect"})
         self._notice = said
 
-    def _heed(self, look: FilesReading, *, is_asked: bool) -> None:
+    def _apply(self, look: FilesReading, *, is_asked: bool) -> None:
         """Does what the files say, where that can be done."""
         had_notice, self._notice = self._notice is not None, None
         running = self._governed.policy
@@ -166,7 +166,7 @@ class FilesReading:
     says_pass: bool
 
     def says_as(self, other: FilesReading | None) -> bool:
-        """Whether both say the same: the same contents, or the same mistake."""
+        """True if both say the same: the same contents, or the same mistake."""
         said = self.generation, self.problem, self.says_pass
         return other is not None and said == (other.generation, other.problem, other.says_pass)
 
@@ -194,7 +194,7 @@ class PolicyFiles:
         return "" if document.data is None or "engine" not in document.data else f" ({document.place(('engine',))})"
 
     def look(self, *, at_once: bool = False) -> FilesReading | None:
-        """What the files say now, where it is something else than before; see `FollowedFiles.look`."""
+        """New reading of the files, None where nothing has changed; see `FollowedFiles.look`."""
         found = self._files.look(at_once=at_once)
         if found is None:
             return None
@@ -220,7 +220,7 @@ def _is_broken(found: FilesReading) -> bool:
     return found.problem is not None and not found.says_pass
 
 
-def files_of(path: str | Path, environment: Mapping[str, str]) -> PolicyFiles | None:
+def files_for(path: str | Path, environment: Mapping[str, str]) -> PolicyFiles | None:
     """The files that a process follows: none where its environment says that every request passes."""
     return None if is_forced(environment) else PolicyFiles(path)
 
@@ -261,7 +261,7 @@ def _is_free(hangup: signal.Signals) -> bool:
 
 
 def _has_terminal() -> bool:
-    """Whether the process has a terminal, whose end the same signal reports."""
+    """True if the process has a terminal, whose end the same signal reports."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:

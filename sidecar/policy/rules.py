@@ -68,7 +68,7 @@ class PoolRules:
     is_by_gain: bool = False
 
     def is_preemptible(self, level: int) -> bool:
-        """Whether the room of a request at this level may be taken back before its first byte."""
+        """True if the room of a request at this level may be taken back before its first byte."""
         return self.max_preemptions > 0 and self.tiers[level].preemptible
 
 
@@ -127,33 +127,33 @@ def _tier_rules(
     return TierRules(
         name=shares.name,
         level=level,
-        reserve_tokens=_floor_of(floor, tokens),
-        reserve_requests=_floor_of(floor, requests),
-        headroom_tokens=_headroom_of(shares, tokens),
-        headroom_requests=_headroom_of(shares, requests),
-        limit_tokens=_limit_of(shares, tokens),
-        limit_requests=_limit_of(shares, requests),
+        reserve_tokens=_floor_for(floor, tokens),
+        reserve_requests=_floor_for(floor, requests),
+        headroom_tokens=_headroom_for(shares, tokens),
+        headroom_requests=_headroom_for(shares, requests),
+        limit_tokens=_limit_for(shares, tokens),
+        limit_requests=_limit_for(shares, requests),
         limited=shares.limit < 1,
         always_first=shares.always_first,
         preemptible=shares.preemptible,
         preempt_after_us=shares.preempt_after_us,
-        reserve_prefill=_floor_of(floor, prefill),
-        headroom_prefill=_headroom_of(shares, prefill),
-        limit_prefill=_limit_of(shares, prefill),
+        reserve_prefill=_floor_for(floor, prefill),
+        headroom_prefill=_headroom_for(shares, prefill),
+        limit_prefill=_limit_for(shares, prefill),
     )
 
 
-def _floor_of(share: Fraction, capacity: int | None) -> int:
+def _floor_for(share: Fraction, capacity: int | None) -> int:
     if capacity is None:  # an unbounded dimension never decides whether a tier is below its reserve
         return UNLIMITED if share else 0
     return math.ceil(share * capacity)
 
 
-def _headroom_of(shares: StatedShares, capacity: int | None) -> int:
+def _headroom_for(shares: StatedShares, capacity: int | None) -> int:
     return 0 if capacity is None else math.floor((1 - shares.lend) * shares.reserve * capacity)
 
 
-def _limit_of(shares: StatedShares, capacity: int | None) -> int:
+def _limit_for(shares: StatedShares, capacity: int | None) -> int:
     return UNLIMITED if capacity is None else math.floor(shares.limit * capacity)
 
 
@@ -210,7 +210,7 @@ def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:
 
 
 def has_reserve(tier: TierRules) -> bool:
-    """Whether a tier has a floor. In a dimension that the policy does not bound every tier has one."""
+    """True if a tier has a floor. In a dimension that the policy does not bound every tier has one."""
     return min(tier.reserve_tokens, tier.reserve_requests) > 0
 
 

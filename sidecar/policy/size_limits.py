@@ -10,7 +10,7 @@ from sidecar.policy.rules import UNLIMITED, PoolRules, largest_admissible, large
 
 
 class SizedAsk(Protocol):
-    """What counts of a `pools.base.Ask`."""
+    """The fields of a `pools.base.Ask` that count."""
 
     @property
     def tier(self) -> int:

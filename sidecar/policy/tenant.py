@@ -32,7 +32,7 @@ class Limits:
 
     @property
     def are_counted(self) -> bool:
-        """Whether there is anything that a pool has to count. It counts no budgets."""
+        """True if there is anything that a pool has to count. It counts no budgets."""
         return (
             self.requests_per_minute is not None
             or self.tokens_per_minute is not None
@@ -41,7 +41,7 @@ class Limits:
 
     @property
     def have_budgets(self) -> bool:
-        """Whether the tenant has a budget of tokens for a day or a month, in UTC."""
+        """True if the tenant has a budget of tokens for a day or a month, in UTC."""
         return self.tokens_per_day is not None or self.tokens_per_month is not None
 
 
@@ -57,8 +57,8 @@ class Tenant:
     name: of.TenantName = key(..., "The tenant's name, unique in the pool.", "acme", name="tenant")
     keys: of.KeyHashes | None = key(
         None,
-        "Hashes of its API keys, from `sidecar keys new`. Never the keys themselves. May be left out where the pool's "
-        "file has `jwt` or `gateway`; `[]` where the app names the tenant.",
+        "Hashes of its API keys, from `sidecar keys new`. May be left out where the pool's file has "
+        "`jwt` or `gateway`; `[]` where the app names the tenant.",
         ["sha256:..."],
         compare=False,
     )
@@ -73,7 +73,7 @@ class Tenant:
     weight: of.PositiveCount = key(1, "Its share against the other tenants of its tier.", 2)
     limits: Annotated[Limits, OrDefault(NO_LIMITS)] = key(None, "Its own limits. Default: none.")
     downgrade_level: of.OverLimit | None = key(
-        None, "What happens over a limit: `reject`, or {downgrade: TIER}. Default: reject.", name="over_limit"
+        None, "Over a limit: `reject` (the default), or {downgrade: TIER}.", name="over_limit"
     )
 
     @field_validator("max_level")

@@ -21,7 +21,7 @@ def tenant_files(pattern: str, folder: Path) -> list[str]:
 
 
 def _is_meant(name: str) -> bool:
-    """Whether a name that the pattern matches is to be read: no folder, device or pipe."""
+    """True if a name that the pattern matches is to be read: no folder, device or pipe."""
     try:
         return stat.S_ISREG(os.stat(name).st_mode)
     except FileNotFoundError:
@@ -51,7 +51,7 @@ def obstacles(pattern: str, folder: Path) -> list[str]:
 
 
 def _below(place: str, step: str) -> list[str]:
-    """What one step of a pattern leads to."""
+    """Paths that one step of a pattern leads to."""
     if glob.has_magic(step):
         return sorted(glob.glob(os.path.join(glob.escape(place), step), recursive=True))
     return [os.path.join(place, step)]

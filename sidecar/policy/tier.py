@@ -31,8 +31,7 @@ class ServiceObjectives:
     ttft_s: of.PositiveSeconds | None = key(None, "Time to the first token, in 99 of 100.", "500ms")
     tpot_s: of.PositiveSeconds | None = key(
         None,
-        "Time per output token after the first. With it and `ttft` the tier's service gain is measured: each token "
-        "against its deadline.",
+        "Time per output token after the first. With it and `ttft` the tier's service gain is measured.",
         "60ms",
     )
     queue_wait_s: of.PositiveSeconds | None = key(None, "The wait for admission, in 99 of 100.", "2s")
@@ -124,23 +123,21 @@ class TierBody:
     )
     preemptible: of.Flag = key(
         False,
-        "Its running requests may be canceled and put back in the queue, while nothing of their answer has "
-        "gone out, where the tier holds more than its reserve and a more important one has waited too long.",
+        "Its requests may be put back in the queue, while nothing of their answer was sent, for a more important tier.",
     )
     preempt_after_us: of.Microseconds | None = key(
         None,
-        "A request of this tier that has waited so long takes room back from less important tiers that are "
-        "preemptible. Default: it waits its turn.",
+        "After so long a waiting request takes room back from preemptible, less important tiers. Default: never.",
         "500ms",
     )
-    slo: Annotated[ServiceObjectives, OrDefault(_NO_PROMISES)] = key(None, "What this tier promises.")
+    slo: Annotated[ServiceObjectives, OrDefault(_NO_PROMISES)] = key(None, "The promises of this tier.")
     gain: Annotated[Gain, OrDefault(_NO_GAIN)] = key(
         None, "The worth of a token in time. Needs `slo` with `ttft` and `tpot`."
     )
     queue: Annotated[Queue, OrDefault(_NO_BOUNDS)] = key(None, "How much may wait in this tier. Default: no bounds.")
     default_output_tokens: of.PositiveCount = key(
         512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
-        "What a request without a maximum of its own is taken to produce, until usage says better.",
+        "The output assumed of a request without a maximum, until usage says better.",
     )
     own_timeouts: TierTimeouts | None = key(
         None,

@@ -91,7 +91,7 @@ def _open_paths(policy: Policy) -> Found:
 
 
 def _pools(policy: Policy) -> Found:
-    """What depends on the pool's size: of the one pool, or of each model's."""
+    """Warnings that depend on the pool's size: of the one pool, or of each model's."""
     if not policy.models:
         yield from _sizes(policy)
         return
@@ -128,7 +128,7 @@ def _empty_limits(policy: Policy) -> Found:
 
 def _unsized(policy: Policy) -> Found:
     """`unsized: hold` in tiers where nothing but the size limit bounds what such a request holds."""
-    rules = policy.rules_of(NOMINAL, None) if policy.rules.tokens == UNLIMITED else policy.rules
+    rules = policy.rules_for(NOMINAL, None) if policy.rules.tokens == UNLIMITED else policy.rules
     if policy.unsized is not Unsized.HOLD or (not policy.reads_capacity and policy.rules.tokens == UNLIMITED):
         return
     unbounded = [tier for tier in policy.tiers if tier.max_request_tokens is None]
@@ -182,7 +182,7 @@ def _engines_numbers(policy: Policy) -> Found:
 
 
 def takes_whole_numbers(engine: type[Engine]) -> bool:
-    """Whether clients of the engine itself send whole numbers in a body's `priority`."""
+    """True if clients of the engine itself send whole numbers in a body's `priority`."""
     return Carrier.BODY in engine.carriers and engine.priority_range is None
 
 
@@ -311,7 +311,7 @@ def _preemption(tier: TierRules, rules: PoolRules) -> Found:
 
 def nominal_rules(policy: Policy) -> PoolRules:
     """The policy's rules; those of a pool of `NOMINAL` requests where only the engine knows the size."""
-    return policy.rules if policy.is_sized else policy.rules_of(None, NOMINAL)
+    return policy.rules if policy.is_sized else policy.rules_for(None, NOMINAL)
 
 
 def _starving(tier: TierRules, rules: PoolRules) -> Found:
@@ -332,7 +332,7 @@ def _starving(tier: TierRules, rules: PoolRules) -> Found:
 
 
 def _can_fill(tiers: tuple[TierRules, ...], rules: PoolRules) -> bool:
-    """Whether the tiers' limits together reach the pool, in either of the dimensions that it bounds."""
+    """True if the tiers' limits together reach the pool, in either of the dimensions that it bounds."""
     tokens = sum(tier.limit_tokens for tier in tiers) >= rules.tokens != UNLIMITED
     return tokens or sum(tier.limit_requests for tier in tiers) >= rules.requests != UNLIMITED
 

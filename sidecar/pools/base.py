@@ -1,4 +1,4 @@
-"""What a request asks of a pool, and the lease that a request waits for, holds, and gives back exactly once."""
+"""A request's ask of a pool, and the lease that a request waits for, holds, and gives back exactly once."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class Lease(msgspec.Struct, eq=False):
 
     @property
     def is_entering(self) -> bool:
-        """Whether the pool has not looked at the request yet."""
+        """True if the pool has not looked at the request yet."""
         return self._answered is not None and not self._answered.done()
 
     def wait(self) -> asyncio.Future[Grant]:
@@ -322,7 +322,7 @@ class Lease(msgspec.Struct, eq=False):
             self._answered = None  # a refusal refers to its frames, and they to this lease
 
     def has_grown(self) -> int:
-        """What a waiting request needs now, where that is much more than a pool is about to give it; else 0.
+        """Tokens that a waiting request needs now, where that is much more than a pool is about to give it; else 0.
 
         Many are admitted at once. Each that has grown asks again, by its arrival: together they may overfill the pool.
         """

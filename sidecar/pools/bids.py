@@ -77,7 +77,7 @@ class Bids:
         return {bid: ticket for tier in self._tiers for bid, ticket in tier.shown.items()}
 
     def are_more(self, level: int) -> bool:
-        """Whether others of a tier wait than those that are shown."""
+        """True if others of a tier wait than those that are shown."""
         return bool(self._tiers[level].queue)
 
     def count(self) -> int:
@@ -135,7 +135,7 @@ class Bids:
                 self._shift(held, tenant, min(shown), tokens / weight)
 
     def has_urgent(self, now_us: int, of_level: int | None = None) -> bool:
-        """Whether one is to be shown at once, and not with what is told next.
+        """True if one is to be shown at once, and not with what is told next.
 
         Half of the bids of a tier are enough until then: those after them do not enter before them.
         """
@@ -222,7 +222,7 @@ class Bids:
             queue.finish[tenant] = finish + shown.get(tenant, 0.0)
 
     def _uncharged(self, tier: _Tier) -> dict[str, float]:
-        """What each tenant will be charged for its bids. Those in line were charged."""
+        """The charge of each tenant for its bids. Those in line were charged."""
         found: dict[str, float] = {}
         for bid, ticket in tier.shown.items():
             if self._is_tagged(bid, ticket):
@@ -230,7 +230,7 @@ class Bids:
         return found
 
     def _is_tagged(self, bid: int, ticket: Ticket) -> bool:
-        """Whether it waits in its tenant's queue at the ledger."""
+        """True if it waits in its tenant's queue at the ledger."""
         return bid not in self._lined and not ticket.has_returned
 
     def _shift(self, tier: _Tier, tenant: str, after: tuple[int, str, int], charge: float) -> None:
@@ -272,7 +272,7 @@ class Bids:
         return self._in_queue(tier) <= (self._most if tier.owes else self._most // 2)
 
     def _is_next(self, tier: _Tier) -> bool:
-        """Whether the next of a tier's queue is to be shown."""
+        """True if the next of a tier's queue is to be shown."""
         return self._comes_before_last(tier) if self._is_full(tier) else bool(tier.queue)
 
     def _comes_before_last(self, tier: _Tier) -> bool:

@@ -1,4 +1,4 @@
-"""What a replica and the ledger of its pool say to one another. Packed as arrays, so the order of the fields counts.
+"""Messages between a replica and the ledger of its pool. Packed as arrays, so the order of the fields counts.
 
 Times are in microseconds. A call has spans, since both clocks may differ; what is answered has moments on the ledger's
 clock, and says what that shows now.
@@ -235,7 +235,7 @@ class ChargeSettled(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Running(msgspec.Struct, array_like=True, frozen=True):
-    """So many requests of a tenant with limits wait or run at the replica."""
+    """Number of a limited tenant's requests that wait or run at the replica."""
 
     tenant: str
     count: int
@@ -310,7 +310,7 @@ class BidGranted(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EngineHeld(msgspec.Struct, array_like=True, frozen=True):
-    """What an engine holds of all replicas; `lined`: the prompts of those in line for it.
+    """Sums that an engine holds of all replicas; `lined`: the prompts of those in line for it.
 
     It may run at most `cap_requests` until `cap_until_us` (rule 8).
     """
@@ -347,7 +347,7 @@ class Lined(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TierHeld(msgspec.Struct, array_like=True, frozen=True):
-    """What a tier holds: `scheduler.TierState`. Its virtual time, and how often its tags started afresh.
+    """Sums that a tier holds: `scheduler.TierState`. Its virtual time, and how often its tags started afresh.
 
     `served`: the tokens that were granted since the pool began.
     """
@@ -377,7 +377,7 @@ class Needed(msgspec.Struct, array_like=True, frozen=True):
     number: int
 
 
-class ShortageTold(msgspec.Struct, array_like=True, frozen=True):
+class ReportedShortage(msgspec.Struct, array_like=True, frozen=True):
     """`preemption.Shortage`. The place is the ledger's but for arrivals: it is `order_class`, `before_key`, `key`.
 
     `before`: of each of the engines.
@@ -431,7 +431,7 @@ class Reply(msgspec.Struct, array_like=True):
     tiers: list[TierHeld] = []
     finish: list[tuple[str, str, float]] = []
     leaving: list[Cell] = []
-    shortage: ShortageTold | None = None
+    shortage: ReportedShortage | None = None
     config: list[EngineConfig] | None = None
     drained: list[Drain] | None = None
     lined: list[Lined] | None = None

@@ -1,4 +1,4 @@
-"""What the other replicas of a pool were granted, by the differences of the ledger's replies to one of them."""
+"""Grants of the other replicas of a pool, by the differences of the ledger's replies to one of them."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ class GrantsElsewhere:
         self._news = ServedElsewhere(tokens, asked_us, None if is_first else latest)
 
     def take(self) -> ServedElsewhere | None:
-        """What is new since the last time."""
+        """News since the last time."""
         news, self._news = self._news, None
         return news

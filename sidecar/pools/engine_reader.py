@@ -99,7 +99,7 @@ class EngineReader:
             await end(following)
 
     def is_following(self) -> bool:
-        """Whether the engine is being read in this event loop: one that has ended reads no more."""
+        """True if the engine is being read in this event loop: one that has ended reads no more."""
         return self._following is not None and self._following.get_loop() is asyncio.get_running_loop()
 
     @property
@@ -108,7 +108,7 @@ class EngineReader:
         return (self._now_us() - self._read_us) / 1e6 if self._read_us else None
 
     def change_capacity(self, capacity: Capacity) -> None:
-        """What the engine last said counts by another fraction and other figures. `resized` is not called."""
+        """Applies another fraction and other figures to the engine's last reported size. `resized` is not called."""
         self._capacity = capacity
         if self.size is not None:
             self.size, _ = self._sized(self.gauges)
@@ -199,7 +199,7 @@ class EngineReader:
 
     @property
     def notice(self) -> str | None:
-        """What the operator should know where a size that was read cannot be read now."""
+        """Sentence for the operator where a size that was read cannot be read now."""
         if self.size is None or self.trouble is None:
             return None
         return (

@@ -1,4 +1,4 @@
-"""What a pool of several engines says of them: the sizes that bind, why a request waits, why it got its engine."""
+"""Reports of a pool of several engines: the sizes that bind, why a request waits, why it got its engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Grant
-from sidecar.pools.engines import EngineFigures, EngineOffer, sum_of_offers
+from sidecar.pools.engines import EngineFigures, EngineOffer, sum_offers
 from sidecar.pools.stats import ALONE, bounded
 from sidecar.scheduling.amounts import minus
 from sidecar.scheduling.reports import Found
@@ -24,14 +24,14 @@ MOST_NAMED = 3
 def change_sizes(sizes: SizeLimits, offers: Sequence[EngineOffer]) -> None:
     """Sizes are judged by the whole capacity of all engines: a pool that shrinks for a while refuses no one."""
     if not offers:
-        sizes.change_rules(sizes.policy.rules_of(None, None))
+        sizes.change_rules(sizes.policy.rules_for(None, None))
         return
-    tokens, requests, _ = sum_of_offers(offers)
+    tokens, requests, _ = sum_offers(offers)
     largest = max(offer.tokens for offer in offers), max(offer.requests for offer in offers)
-    sizes.change_rules(sizes.policy.rules_of(tokens, requests), largest)
+    sizes.change_rules(sizes.policy.rules_for(tokens, requests), largest)
 
 
-def engines_of(
+def engine_figures(
     pool: Scheduler, claims: Mapping[str | None, int], now_us: int, offered: Collection[str]
 ) -> Sequence[EngineFigures]:
     """The engines of a pool, by name and incarnation; `claims` counts those in line for each.

@@ -41,7 +41,7 @@ class EngineSize:
         self.is_known = False
 
     def follow(self, change_rules: Callable[[PoolRules], None], cap: Callable[[float, int], None]) -> None:
-        """What sets the pool's size, and the `cap_engine` of its engine."""
+        """Sets the functions that change the pool's size, and the `cap_engine` of its engine."""
         self._change_rules, self._cap = change_rules, cap
 
     async def open(self) -> None:
@@ -62,11 +62,11 @@ class EngineSize:
         self._policy, self._capacity = policy, policy.engine_capacity
         self.reader.change_capacity(self._capacity)
         size = self.reader.size
-        return policy if size is None else replace(policy, rules=policy.rules_of(*size))
+        return policy if size is None else replace(policy, rules=policy.rules_for(*size))
 
     @property
     def is_held_back(self) -> bool:
-        """Whether too many requests wait inside the engine."""
+        """True if too many requests wait inside the engine."""
         return self.reader.is_held_back
 
     def state(self) -> Mapping[str, object]:
@@ -100,7 +100,7 @@ class EngineSize:
         size = self.reader.size
         assert size is not None
         self.is_known = True
-        self._change_rules(self._policy.rules_of(*size))
+        self._change_rules(self._policy.rules_for(*size))
         if before is None:
             warn_of_unbounded(self._policy.engine, size)
 

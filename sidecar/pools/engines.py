@@ -67,11 +67,13 @@ def name_and_incarnation(engine: str) -> tuple[str, int]:
     return name, int(incarnation)
 
 
-def sum_of(figures: Collection[int]) -> int | None:
+def sum_figures(figures: Collection[int]) -> int | None:
     """The sum of several engines in one dimension, None where one of them is unbounded."""
     return None if UNLIMITED in figures else sum(figures)
 
 
-def sum_of_offers(offers: Sequence[EngineOffer]) -> PoolSize:
+def sum_offers(offers: Sequence[EngineOffer]) -> PoolSize:
     """The whole capacity of several engines."""
-    return PoolSize(*map(sum_of, zip((0, 0, 0), *((it.tokens, it.requests, it.prefill) for it in offers), strict=True)))
+    return PoolSize(
+        *map(sum_figures, zip((0, 0, 0), *((it.tokens, it.requests, it.prefill) for it in offers), strict=True))
+    )

@@ -29,14 +29,14 @@ class KnownPool:
         """The ledger's clock before this replica's."""
         self.last_answer_us = 0
         self._row, self._presumed, self._shares_engines = row, presumed, shares_engines
-        self._told: dict[str, EngineView] = {}
+        self._reported: dict[str, EngineView] = {}
         self._own: dict[Sides, Sums] = {}  # what the figures of the last reply have of this replica
         self._stated = self._own
 
-    def take(self, reply: Reply, told: Sequence[EngineView] | None, now_us: int) -> None:
-        """The ledger has answered, and it knows the replica, which `told` its view, if that had changed."""
-        if told is not None:
-            self._told = {engine.id: engine for engine in told}
+    def take(self, reply: Reply, reported: Sequence[EngineView] | None, now_us: int) -> None:
+        """The ledger has answered, and it knows the replica, which `reported` its view, if that had changed."""
+        if reported is not None:
+            self._reported = {engine.id: engine for engine in reported}
         if reply.lined is None and self.reply is not None:
             reply.lined = self.reply.lined
         self.reply, self.ahead_us = reply, reply.now_us - now_us
@@ -51,8 +51,8 @@ class KnownPool:
         """A call says what the replica holds now."""
         self._stated = dict(self._row.sums)
 
-    def own_is_told(self, grants: Iterable[BidGranted]) -> None:
-        """What that call said is in the figures of its reply, and so are the `grants` there."""
+    def own_is_reported(self, grants: Iterable[BidGranted]) -> None:
+        """Forgets the news of that call: it is in the figures of its reply, and so are the `grants` there."""
         self._own = self._stated
         for grant in grants:
             key = grant.tier, grant.engine
@@ -84,7 +84,7 @@ class KnownPool:
         return scheduler
 
     def _add_changes(self, scheduler: Scheduler, names: Sequence[str]) -> None:
-        """What has changed in the replica's own leases since. `names` are the pool's tiers."""
+        """Adds what has changed in the replica's own leases since. `names` are the pool's tiers."""
         levels = {name: level for level, name in enumerate(names[: len(scheduler.tiers)])}
         for tier, engine in {**self._own, **self._row.sums}:
             now, before = self._row.sums.get((tier, engine), NO_SUMS), self._own.get((tier, engine), NO_SUMS)
@@ -107,8 +107,8 @@ class KnownPool:
         held = {} if self.reply is None else {it.id: (it.tokens, it.requests, it.sent) for it in self.reply.held}
         parts, out = [], {word.engine for word in self.drained.values() if word.is_drained}
         for view in views.values():
-            config, told = self.config.get(view.id, view), self._told.get(view.id)
-            whole = _sizes(config if told is None or _sizes(told) == _sizes(view) else view)
+            config, reported = self.config.get(view.id, view), self._reported.get(view.id)
+            whole = _sizes(config if reported is None or _sizes(reported) == _sizes(view) else view)
             sizes, taken, own = [], held.get(view.id, NOTHING), self._own_on(view.id)
             for d, size in enumerate(whole):
                 part = size if size == UNBOUNDED else size // alive

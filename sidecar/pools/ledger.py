@@ -13,8 +13,8 @@ from functools import partial
 from sidecar.pools import calls
 from sidecar.pools import ledger_limits as limits
 from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, BidGranted, Call, Cell, Drain, EngineView, Reply, WakeUp
-from sidecar.pools.row import Sides, added, cells_of
-from sidecar.pools.shortage_told import gone_of, told_of
+from sidecar.pools.reported_shortage import new_gone, report_shortage
+from sidecar.pools.row import Sides, added, sum_cells
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 from sidecar.scheduling.engines import Gone, ScheduledEngine
 from sidecar.scheduling.figures import Rules
@@ -54,7 +54,7 @@ class _Member:
 
 
 class LedgerState:
-    """What is lost with the store."""
+    """State of the ledger, lost with the store."""
 
     def __init__(self, now: int, layout: int, offset: int, limiter: RateLimiter) -> None:
         self.layout, self.last_call, self.offset = layout, now, offset
@@ -124,7 +124,7 @@ class Ledger:
         return None if state.hold_until else state.scheduler.enter(ticket, state.last_call)
 
     def execute(self, call: Call, server_us: int) -> tuple[Reply, list[WakeUp]]:
-        """What `call` is answered, and what is published to others. `server_us` may go back."""
+        """Answers `call`, and returns what is published to others. `server_us` may go back."""
         self._wake_ups = []
         if self.state is None:
             self._create(server_us, call.layout, 0)
@@ -230,7 +230,7 @@ class Ledger:
         self._combine_views()
 
     def _is_next(self, call: Call, member: _Member | None) -> bool:
-        """Whether the replica has stated in this epoch, and no call before this one is missing."""
+        """True if the replica has stated in this epoch, and no call before this one is missing."""
         return member is not None and member.stated == self._held().epoch and call.number == member.number + 1
 
     def _is_accepted(self, call: Call, member: _Member | None) -> bool:
@@ -298,7 +298,7 @@ class Ledger:
                 tier.queue.virtual, tier.owes_until_us, tier.latest = old.queue.virtual, old.owes_until_us, old.latest
                 tier.served = old.served
         for member in state.members.values():
-            row = member.row.values() if self._near is None else cells_of(names, self._near.values())
+            row = member.row.values() if self._near is None else sum_cells(names, self._near.values())
             self._hold([*row, *member.outbox.values()], 1)
 
     def _take_changes(self, call: Call, member: _Member, last_number: int) -> None:
@@ -310,9 +310,9 @@ class Ledger:
             state.views += 1
             member.view, member.view_number, member.viewed_at = view, state.views, now
         for drain in call.drains:
-            told = Drain(drain.engine, drain.is_drained, drain.at_us or now)
-            if told.at_us >= state.drained.get(drain.engine, told).at_us:
-                state.drained[drain.engine] = told
+            newest = Drain(drain.engine, drain.is_drained, drain.at_us or now)
+            if newest.at_us >= state.drained.get(drain.engine, newest).at_us:
+                state.drained[drain.engine] = newest
         if call.engines is not None or call.drains:
             self._combine_views()
         self._take_cells(call, member)
@@ -456,7 +456,7 @@ class Ledger:
     def _gone(self) -> Gone:
         state = self._held()
         cells = (cell for member in state.members.values() for cell in member.leaving)
-        return gone_of(cells, state.levels)
+        return new_gone(cells, state.levels)
 
     def _shortage_for(self, call: Call) -> Shortage | None:
         """The room that the caller is to take back. Another one, which has more to take from, is woken instead.
@@ -554,7 +554,7 @@ class Ledger:
             member.outbox.clear()
         reply.leaving = [cell for _, other in sorted(state.members.items()) for cell in other.leaving]
         if (found := self._shortage_for(call)) is not None:
-            reply.shortage = told_of(found, state.names)
+            reply.shortage = report_shortage(found, state.names)
         if member.seen != state.version:
             member.seen = state.version
             reply.config = [

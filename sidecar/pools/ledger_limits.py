@@ -11,7 +11,7 @@ from sidecar.scheduling.rate_limit import RateLimiter
 def decide(
     limiter: RateLimiter, call: Call, last_number: int, charged: dict[int, MeterVerdict], now_us: int
 ) -> list[MeterVerdict]:
-    """What `call` says and asks of its tenants' limits; it loses the bids that are refused.
+    """Applies the news and questions of `call` on its tenants' limits; it loses the bids that are refused.
 
     `last_number`: of the replica's last call before it. `charged` are the charges of that call, which the replica may
     not have heard of: it then asks again, with a statement. They become those of this call.

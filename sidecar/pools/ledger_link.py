@@ -1,4 +1,4 @@
-"""What carries a replica's calls to the ledger of its pool, and the answers back."""
+"""Link that carries a replica's calls to the ledger of its pool, and the answers back."""
 
 from __future__ import annotations
 

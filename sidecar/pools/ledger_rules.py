@@ -13,7 +13,7 @@ from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.tickets import Ticket
 
 
-def rules_of(policy: Policy, weight_percent: int) -> LedgerRules:
+def new_rules(policy: Policy, weight_percent: int) -> LedgerRules:
     """The rules of a policy."""
     rules = policy.rules
     stated = Rules(
@@ -28,7 +28,7 @@ def rules_of(policy: Policy, weight_percent: int) -> LedgerRules:
     return LedgerRules.of(stated)
 
 
-def views_of(offers: Iterable[EngineOffer], now_us: int) -> list[EngineView]:
+def engine_views(offers: Iterable[EngineOffer], now_us: int) -> list[EngineView]:
     """The engines as this process sees them."""
     return [
         EngineView(
@@ -45,7 +45,7 @@ def views_of(offers: Iterable[EngineOffer], now_us: int) -> list[EngineView]:
     ]
 
 
-def ticket_of(ask: Ask, number: int, arrived_us: int) -> Ticket:
+def new_ticket(ask: Ask, number: int, arrived_us: int) -> Ticket:
     """The ticket of a request that came as the `number`-th one."""
     return Ticket(
         str(number),

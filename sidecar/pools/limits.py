@@ -33,7 +33,7 @@ def metered(number: int, tenant: str, tokens: int, limits: Limits, *, charges: b
 
 
 def remaining(judged: Judged, *, is_downgraded: bool = False) -> RemainingLimits:
-    """What is left of a tenant's limits, as the ledger says."""
+    """Rest of a tenant's limits, as the ledger reports it."""
 
     def left(per_minute: int | None, figures: tuple[int, int] | None) -> RemainingLimit | None:
         return None if per_minute is None or figures is None else RemainingLimit(per_minute, *figures)

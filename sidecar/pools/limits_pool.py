@@ -10,7 +10,7 @@ from sidecar.scheduling.rate_limit import RateLimiter
 
 
 class LimitsPool(Pool):
-    """What those pools share: the clock, and the tenants' limits. It has no bound, and no request enters it."""
+    """Base of those pools: the clock, and the tenants' limits. It has no bound, and no request enters it."""
 
     def __init__(self, policy: Policy, allowances: RateLimiter) -> None:
         super().__init__(_unbounded(policy), allowances=allowances)
@@ -21,4 +21,4 @@ class LimitsPool(Pool):
 
 
 def _unbounded(policy: Policy) -> Policy:
-    return replace(policy, rules=policy.rules_of(None, None))
+    return replace(policy, rules=policy.rules_for(None, None))

@@ -33,9 +33,9 @@ from sidecar.pools.known_pool import KnownPool
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member_events import Entered, Event, MemberMode, TakeBack, TicketRefused
 from sidecar.pools.meter import Meter
+from sidecar.pools.news_item import NewsItem
 from sidecar.pools.row import Row
 from sidecar.pools.taken_back import TakenBack
-from sidecar.pools.told import Told
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import ScheduledLease, Ticket
@@ -97,7 +97,7 @@ class Member:
             near.serves(self.leases, self._bids.are_more)
         self._number, self._entered, self._alone_number = last_number, 0, 0
         self._acks: list[int] = []
-        self._told: list[Told] = []
+        self._news: list[NewsItem] = []
         self._is_view_new = True
         self._back = TakenBack(self._names)
         self.events: list[Event] = []
@@ -156,7 +156,7 @@ class Member:
         ticket = lease.ticket
         if self._near is not None and not self._bids:
             return
-        self._told.append(Told(LeaseGrowth(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0)))
+        self._news.append(NewsItem(LeaseGrowth(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0)))
         self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
         self._call_by(now_us + self._lazy_us)
 
@@ -217,7 +217,7 @@ class Member:
         self._call_by(now_us)
 
     def show_anew(self, now_us: int) -> None:
-        """What waits may be of other sizes than it was shown with."""
+        """Shows waiting tickets anew: their sizes may have changed."""
         self._bids.show_anew()
         self._call_by(now_us)
 
@@ -228,7 +228,7 @@ class Member:
 
     def tell(self, record: Drain | Cap, now_us: int) -> None:
         """An operator's word on an engine, or a cap."""
-        self._told.append(Told(record))
+        self._news.append(NewsItem(record))
         self._call_by(now_us)
 
     def change_rules(self, rules: LedgerRules, now_us: int) -> None:
@@ -258,16 +258,16 @@ class Member:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a call is on its way."""
+        """True if a call is on its way."""
         return self._in_flight is not None
 
     def own(self) -> dict[str, Amount]:
-        """What its leases hold, by tier."""
+        """Amounts that its leases hold, by tier."""
         return self._row.by_tier()
 
     def seen(self) -> tuple[list[EngineConfig], dict[str, Drain]]:
         """The engines that the pool knows, and the operators' words on them, by name; its own also if not answered."""
-        own = {told.record.engine: told.record for told in self._told if isinstance(told.record, Drain)}
+        own = {item.record.engine: item.record for item in self._news if isinstance(item.record, Drain)}
         return list(self.pool.config.values()), {**self.pool.drained, **own}
 
     def waiting(self) -> int:
@@ -275,7 +275,7 @@ class Member:
         return len(self._bids)
 
     def take_events(self) -> list[Event]:
-        """What happened to requests since the last time."""
+        """Events of requests since the last time."""
         events, self.events = self.events, []
         return events
 
@@ -283,7 +283,7 @@ class Member:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether its ledger is in this process, and there is nothing to tell it at any time."""
+        """True if its ledger is in this process, and there is nothing to tell it at any time."""
         return self._near is not None and (self._due_us is None or self._due_us >= UNBOUNDED)
 
     def due_us(self) -> int | None:
@@ -346,10 +346,10 @@ class Member:
             self.pool.states()
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
-        for told in self._told:
-            if told.number == 0 or kind == "state":
-                told.number = told.number or call.number
-                told.put(call)
+        for item in self._news:
+            if item.number == 0 or kind == "state":
+                item.number = item.number or call.number
+                item.put(call)
         self.meter.put(call)
         self._put_requests(call, now_us, BIDS_SHOWN)
         return call
@@ -360,7 +360,7 @@ class Member:
         call.rules, call.knew, call.virtual = self.rules, knew, self._bids.virtual()
 
     def _put_requests(self, call: Call, now_us: int, most: int) -> None:
-        """What is news of tickets and leases, and at most so many bids."""
+        """Adds the news of tickets and leases, and at most `most` bids."""
         self._back.put(call)
         call.acks, self._acks = self._acks, []
         call.bids = self._bids.new(now_us, most)
@@ -400,7 +400,7 @@ class Member:
         self.is_foreign = reply.is_foreign
         if call.kind == "state":
             self._replaces, self._takes_over = call.rules is not self.rules, False
-        self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
+        self._news = [item for item in self._news if item.number == 0 or item.number > reply.number]
         self.events += self.meter.take(call, reply.verdicts)
         self._take(reply.grants, True, self.pool.ahead_us)
         self.others_waiting = max(0, reply.waiting - self._bids.count())
@@ -412,7 +412,7 @@ class Member:
         if self.is_foreign:
             self.events += [TicketRefused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
-            self.pool.own_is_told(reply.grants)
+            self.pool.own_is_reported(reply.grants)
             self.elsewhere.answered(reply, self._sent_us, is_first=call.kind == "state")
         self._take_room_back(reply, self.pool.ahead_us, now_us)
         if reply.next_us is not None and (self.waiting() or reply.on_hold):
@@ -530,8 +530,8 @@ class Member:
             self._put_statement(call, 1)
             self._alone_rules, call.replaces = self.rules, True
         call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
-        call.caps = [told.record for told in self._told if isinstance(told.record, Cap)]
-        self._told = [told for told in self._told if not isinstance(told.record, Cap)]
+        call.caps = [item.record for item in self._news if isinstance(item.record, Cap)]
+        self._news = [item for item in self._news if not isinstance(item.record, Cap)]
         self.meter.put(call, self._alone, max(1, self.pool.knew))
         self._put_requests(call, now_us, UNBOUNDED)
         return call
@@ -544,7 +544,7 @@ class Member:
         if self._near is not None:
             self._near.owe(lease.ticket.tier, owed_us, now_us)
         else:
-            self._told.append(Told(Owed(self._names[lease.ticket.tier], owed_us, 0)))
+            self._news.append(NewsItem(Owed(self._names[lease.ticket.tier], owed_us, 0)))
             self._call_by(now_us)
 
     def _call_by(self, at_us: int) -> None:
@@ -560,7 +560,7 @@ class Member:
 
     def _call_if_needed(self, now_us: int) -> None:
         has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._back.is_new
-        if has_news or self.meter.has_news or any(told.number == 0 for told in self._told):
+        if has_news or self.meter.has_news or any(item.number == 0 for item in self._news):
             self._tell_soon(now_us)
         if self._has_ended():
             self._call_by(now_us)

@@ -1,4 +1,4 @@
-"""What happens to the requests of a replica, and its relation to its pool."""
+"""Events of a replica's requests, and its relation to its pool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MemberMode(Enum):
 
 
 class Entered(NamedTuple):
-    """A ticket got an engine: it is a lease. `found` and `passed`: see `calls.Granted`."""
+    """A ticket got an engine: it is a lease. `found` and `passed`: see `calls.BidGranted`."""
 
     lease: ScheduledLease
     found: Found

@@ -61,17 +61,17 @@ class Meter:
 
     @property
     def has_questions(self) -> bool:
-        """Whether requests wait for a verdict."""
+        """True if requests wait for a verdict."""
         return bool(self._questions)
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to tell that was not told yet."""
+        """True if there is something to tell that was not told yet."""
         return bool(self._fallen) or any(it.ledger is None and not it.record.told_with for it in self._ended)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is asked, and nothing is to be told."""
+        """True if nothing is asked, and nothing is to be told."""
         return not self.has_questions and not self.has_news
 
     def ask(self, asked: Metered, ticket: Ticket | None, now_us: int) -> None:
@@ -137,7 +137,7 @@ class Meter:
 
 
 def _part(asked: Metered, replicas: int) -> Metered:
-    """The same by one of so many equal parts of the limits, at least one of each."""
+    """The question by one of `replicas` equal parts of the limits, at least one of each."""
     if replicas == 1:
         return asked
     requests, tokens, concurrent = (

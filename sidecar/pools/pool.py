@@ -21,7 +21,7 @@ from sidecar.pools.engine_reports import change_sizes, found_by, placed
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer
 from sidecar.pools.ledger_link import Link, LocalLink
-from sidecar.pools.ledger_rules import rules_of, ticket_of, views_of
+from sidecar.pools.ledger_rules import engine_views, new_rules, new_ticket
 from sidecar.pools.limits import downgraded, metered, refusal, remaining
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, MemberMode, TakeBack
@@ -75,7 +75,7 @@ class Pool(ReportedPool):
         self.now_us = clock
         self._has_names = weight_percent is not None
         self._weight_percent = WEIGHT_PERCENT if weight_percent is None else weight_percent
-        self._rules = rules_of(policy, self._weight_percent)
+        self._rules = new_rules(policy, self._weight_percent)
         self._sizes = SizeLimits(policy)
         names = tuple(tier.name for tier in policy.tiers)
         self._requests = PoolRequests(self._sizes, names)
@@ -176,7 +176,7 @@ class Pool(ReportedPool):
         """
         policy = policy if self._size is None else self._size.sized(policy)
         self._sizes.policy = policy
-        self._rules = rules_of(policy, self._weight_percent)
+        self._rules = new_rules(policy, self._weight_percent)
         self._member.change_rules(self._rules, self.now_us())
         self._set_size(policy.rules)
 
@@ -236,7 +236,7 @@ class Pool(ReportedPool):
         now_us = self.now_us()
         if self._has_names:
             change_sizes(self._sizes, self._offers)
-            engines = views_of(self._offers, now_us)
+            engines = engine_views(self._offers, now_us)
         else:
             self._sizes.change_rules(rules, self._sizes.policy.largest_engine)
             is_known = self._size is None or self._size.is_known
@@ -272,14 +272,14 @@ class Pool(ReportedPool):
         if is_shared and (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
             raise refused
         now_us, number = self.now_us(), next(self._ids)
-        lease = Lease(self, number, ask, now_us, ticket_of(ask, number, now_us), ask.tokens)
+        lease = Lease(self, number, ask, now_us, new_ticket(ask, number, now_us), ask.tokens)
         if is_shared or ask.limits is not None or not self._enters(lease, now_us):
             await self._enter(lease, now_us)
         self._requests.places.taken(lease.ask)
         return lease
 
     def _enters(self, lease: Lease, now_us: int) -> bool:
-        """Whether a request enters at once, without a call to the ledger in this process. Most find the pool idle."""
+        """True if a request enters at once, without a call to the ledger in this process. Most find the pool idle."""
         if self._requests.waiting or (held := self._member.enter(lease.ticket, now_us)) is None:
             return False
         grant = self._requests.entered(lease, held, now_us)
@@ -501,7 +501,7 @@ class Pool(ReportedPool):
             self._requests.places.replicas = max(1, reply.alive)
             if reply.config is not None or reply.drained is not None:
                 self._takes_over = self._takes_over and not is_statement
-                self.elsewhere.heard(self._member, self._offers, is_first=is_statement)
+                self.elsewhere.note_offers(self._member, self._offers, is_first=is_statement)
                 self._drained = set(self.elsewhere.draining)
         self._run()
 
@@ -517,7 +517,7 @@ class Pool(ReportedPool):
         self._run()
 
     def _tell_requests(self, now_us: int) -> int:
-        """What the ledger decided, to those whom it concerns. Returns how many were admitted."""
+        """Reports the ledger's decisions to the requests that they concern. Returns how many were admitted."""
         admitted, are_others, verdicts = 0, False, list[Judged]()
         for event in self._member.take_events():
             if isinstance(event, Entered):
@@ -551,7 +551,7 @@ class Pool(ReportedPool):
             lease.refused(refusal(lease.ask, judged))
             return
         lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
-        lease.ticket = ticket_of(lower, lease.id, lease.entered_us)
+        lease.ticket = new_ticket(lower, lease.id, lease.entered_us)
         if lease.is_entering:
             lease.waits()
             return
@@ -578,7 +578,7 @@ class Pool(ReportedPool):
         return lease.granted(grant)
 
     async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
-        """What is left of a tenant's limits, in all processes that share the pool. None where that is not known now."""
+        """Rest of a tenant's limits, in all processes that share the pool. None where that is not known now."""
         self._run()
         if self._member.mode is not MemberMode.SHARED:
             return None

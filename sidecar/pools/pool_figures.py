@@ -11,7 +11,7 @@ from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Grant, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.clock import Clock
-from sidecar.pools.engine_reports import engine_obstacle, engine_state, engines_of
+from sidecar.pools.engine_reports import engine_figures, engine_obstacle, engine_state
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import EngineFigures, EngineOffer
 from sidecar.pools.ledger_link import Link
@@ -64,9 +64,9 @@ class ReportedPool:
         ahead = own + sum(map(requests.queued, range(tier)))
         return QueueStanding(ahead, wait_s if wait_s <= LONGEST_EXPECTED_S else None)
 
-    def use_of(self, tenant: str) -> TenantUse:
-        """What a tenant's requests of this process use now. Costs as much as this process has requests."""
-        return self._requests.use_of(tenant)
+    def tenant_use(self, tenant: str) -> TenantUse:
+        """Present use by a tenant's requests of this process. Costs as much as this process has requests."""
+        return self._requests.tenant_use(tenant)
 
     def oldest(self) -> Sequence[Grant | None]:
         """How the oldest request of every tier in this process has waited so far; None where none waits."""
@@ -80,7 +80,7 @@ class ReportedPool:
         pool, reply = member.mirror(now_us), member.pool.reply
         lined = pool.line if member.mode is MemberMode.ALONE or reply is None else reply.lined or ()
         claims = Counter(it.engine for it in lined)
-        return engines_of(pool, claims, now_us, {offer.id for offer in self._offers})
+        return engine_figures(pool, claims, now_us, {offer.id for offer in self._offers})
 
     def state(self) -> Mapping[str, object]:
         """The pool's present state, for people and dashboards: JSON types only."""
@@ -137,13 +137,13 @@ class ReportedPool:
         """
         policy, rules, part = self._sizes.policy, self._sizes.rules, self._watch.part(self._member)
         if part is not None:
-            own, rules = self._member.own(), policy.rules_of(*part)
+            own, rules = self._member.own(), policy.rules_for(*part)
             held = [own.get(tier.name, NOTHING) for tier in policy.tiers]
         else:
             pool = self._member.mirror(self.now_us())
             held = [tier.used for tier in pool.tiers]
             if self._has_names or (self._link.is_shared and pool.capacity[1]):
-                rules = policy.rules_of(*(None if size == UNBOUNDED else size for size in pool.capacity))
+                rules = policy.rules_for(*(None if size == UNBOUNDED else size for size in pool.capacity))
         queues = self._requests.queues()
         return rules, [TierUsage(*amount[:2], *waiting) for amount, waiting in zip(held, queues, strict=True)]
 

@@ -92,7 +92,7 @@ class PoolRequests:
         return grant
 
     def served_elsewhere(self, news: ServedElsewhere | None) -> None:
-        """What a reply told of other replicas; before the grants that it brought."""
+        """Takes a reply's news of other replicas; before the grants that it brought."""
         if news is not None:
             self._waits.served_elsewhere(news)
 
@@ -166,8 +166,8 @@ class PoolRequests:
         oldest = [self._waits.oldest(tier) for tier in range(len(self._tenants))]
         return [None if lease is None else self.so_far(lease, now_us) for lease in oldest]
 
-    def use_of(self, tenant: str) -> TenantUse:
-        """What a tenant's requests use."""
+    def tenant_use(self, tenant: str) -> TenantUse:
+        """Use by a tenant's requests."""
         mine = [lease for lease in self._all.values() if lease.ask.tenant == tenant]
         running = [lease for lease in mine if lease.grant is not None]
         return TenantUse(len(mine) - len(running), len(running), sum(lease.ask.tokens for lease in running))

@@ -119,7 +119,7 @@ class HeldPlaces:
         return sum(promise.tenant == tenant for promise in self._held(now_us))
 
     def are_in_the_way(self, ask: Ask, free: int, places: int, now_us: int, *, replicas: int = 1) -> bool:
-        """Whether the places that are `free`, of a queue's `places`, are held for other requests than this one.
+        """True if the places that are `free`, of a queue's `places`, are held for other requests than this one.
 
         Each of many replicas knows its own promises alone. It assumes that the others have as many, and that a request
         that comes again without a promise here has one there.

@@ -1,4 +1,4 @@
-"""What one replica holds, as sums of its leases by tier and engine."""
+"""Amounts that one replica holds, as sums of its leases by tier and engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Row:
         return cells
 
     def by_tier(self) -> dict[str, Amount]:
-        """What each tier holds."""
+        """Amounts that each tier holds."""
         found: dict[str, Amount] = {}
         for (tier, _), sums in self.sums.items():
             held = sums[0], sums[1], sums[2]
@@ -63,7 +63,7 @@ class Row:
         return found
 
 
-def cells_of(tiers: Sequence[str], leases: Iterable[ScheduledLease]) -> list[Cell]:
+def sum_cells(tiers: Sequence[str], leases: Iterable[ScheduledLease]) -> list[Cell]:
     """The sums of some leases."""
     part = Row(tiers)
     for lease in leases:

@@ -18,7 +18,7 @@ from sidecar.pools.base import Ask
 
 
 class TierUsage(NamedTuple):
-    """What one tier holds and has waiting, in tokens and requests."""
+    """Amounts that one tier holds and has waiting, in tokens and requests."""
 
     held_tokens: int
     held_requests: int
@@ -130,7 +130,7 @@ def obstacle(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> tuple[Ob
 
 
 def alone(part: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> tuple[Obstacle, str]:
-    """The same for a replica without its store."""
+    """Obstacle of a replica without its store."""
     found = no_room(part, tiers, ask)
     figures = "" if found is None else f": {found}"
     return Obstacle.STORE, f"the store is lost, and this replica's part of the pool has no room{figures}"
@@ -150,14 +150,16 @@ def _kept(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> Sequence[st
 
 
 def no_room(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> str | None:
-    """What is held and what `ask` needs, in the dimensions that are short; None where there is room in both."""
+    """Sentence on what is held and what `ask` needs, in the dimensions that are short; None where there is room in
+    both.
+    """
     held = sum(tier.held_tokens for tier in tiers), sum(tier.held_requests for tier in tiers)
     short = _shortage(ask, held, (rules.tokens, rules.requests))
     return None if short is None else f"{short[0]} are held, and it asks for {short[1]}"
 
 
 def _shortage(ask: Ask, held: tuple[int, int], most: tuple[int, int]) -> tuple[str, str] | None:
-    """What is held of the most, and what is asked for, in the dimensions that bind; None where neither does."""
+    """The held part of the most, and the ask, in the dimensions that bind; None where neither does."""
     binding = [
         (f"{has:,} of {bound:,} {name}s", f"{asked:,} {name if asked == 1 else f'{name}s'}")
         for name, has, bound, asked in zip(("token", "request"), held, most, (ask.tokens, ask.requests), strict=True)

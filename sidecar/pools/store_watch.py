@@ -1,4 +1,4 @@
-"""What a replica says of its pool's store, by how its member stands with the ledger, and what it refuses meanwhile."""
+"""Notices on a pool's store, by how the replica stands with the ledger, and the refusals meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidecar.policy.rules import largest_admissible
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.calls import ALONE_US, DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
 from sidecar.pools.clock import Clock
-from sidecar.pools.engines import EngineOffer, name_and_incarnation, sum_of
+from sidecar.pools.engines import EngineOffer, name_and_incarnation, sum_figures
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import MemberMode
 from sidecar.pools.stats import TierUsage
@@ -22,11 +22,13 @@ from sidecar.pools.store_status import StoreStatus
 from sidecar.scheduling.amounts import UNBOUNDED
 
 CLOSE_WITHIN_S = 1.0
+NO_ANSWER = "no answer in time"
+"""The reason of a loss where the link names none: the member gave a call up by its time."""
 OTHER_LAYOUT = f"the pool is kept in another layout than {LAYOUT} until the last replica of another version has ended"
 
 
 class _Outlook:
-    """What requests can hope for while the store does not decide, in one loss, one state and by one policy.
+    """Prospects of requests while the store does not decide, in one loss, one state and by one policy.
 
     The engines are this replica's parts of them when the others have died; they count where the pool is divided.
     """
@@ -37,10 +39,10 @@ class _Outlook:
         self.is_known_to_all = False
         """Whether all that wait have been judged by it."""
         _, state, policy, self._engines = of
-        self._rules = policy.rules_of(*_size(self._engines)) if state is StoreState.DIVIDED else None
+        self._rules = policy.rules_for(*_size(self._engines)) if state is StoreState.DIVIDED else None
 
     def has_room_for(self, ask: Ask) -> bool:
-        """Whether engines of these sizes could ever run the request."""
+        """True if engines of these sizes could ever run the request."""
         if self._rules is None:
             return True
         tokens, requests = largest_admissible(self._rules, ask.tier)
@@ -54,7 +56,7 @@ class StoreWatch:
     def __init__(self, pool: str, tiers: Sequence[str], clock: Clock, observer: StoreObserver | None) -> None:
         self.status = StoreStatus(pool, clock, observer)
         self.decided, self._left = asyncio.Event(), asyncio.Event()
-        self.why = ""
+        self.why = NO_ANSWER
         self._pool, self._tiers, self._clock = pool, tiers, clock
         self._held_since_us: int | None = None
         self._entering: list[tuple[int, Lease]] = []
@@ -62,6 +64,7 @@ class StoreWatch:
 
     def answered(self, reply: Reply) -> None:
         """The ledger has looked at the requests of its call."""
+        self.why = NO_ANSWER  # what ended another call is no reason for the next loss
         now_us = self._clock()
         if not reply.on_hold:
             self._held_since_us = None
@@ -141,7 +144,7 @@ class StoreWatch:
 
     @property
     def is_away(self) -> bool:
-        """Whether the ledger looks at no request for now: none may wait for it to be let in or to be refused."""
+        """True if the ledger looks at no request for now: none may wait for it to be let in or to be refused."""
         return self.status.state in (StoreState.WAITING, StoreState.DIVIDED, StoreState.CLOSED)
 
     def judged(
@@ -153,7 +156,7 @@ class StoreWatch:
         All that are `waiting` are among them when they have hoped for the store for as long as other replicas may be
         alive, and again when their outlook has changed since.
         """
-        outlook = self._outlook_of(policy, member)
+        outlook = self._new_outlook(policy, member)
         leases, self._entering = [lease for _, lease in self._entering], []
         is_hopeless = member.first_failure_us is not None and self._clock() >= member.first_failure_us + DEAD_US
         leases += [lease for lease in unjudged if outlook.is_new or lease.is_entering]
@@ -165,9 +168,9 @@ class StoreWatch:
 
     def refusal(self, ask: Ask, policy: Policy, member: Member) -> StoreUnavailable | None:
         """Why a request cannot be admitted as things are; None where it may wait."""
-        return self._refusal_by(self._outlook_of(policy, member), ask, member) if self.is_away else None
+        return self._refusal_by(self._new_outlook(policy, member), ask, member) if self.is_away else None
 
-    def _outlook_of(self, policy: Policy, member: Member) -> _Outlook:
+    def _new_outlook(self, policy: Policy, member: Member) -> _Outlook:
         state = self.status.state
         engines = member.parts(UNBOUNDED) if state is StoreState.DIVIDED else []
         now = member.first_failure_us, state, policy, engines
@@ -201,7 +204,7 @@ class StoreWatch:
     def state(
         self, member: Member, own: Mapping[str, int], usage: Sequence[TierUsage], round_trips: int
     ) -> Mapping[str, object]:
-        """What it adds to the pool's state, for people and dashboards: JSON types only."""
+        """Its part of the pool's state, for people and dashboards: JSON types only."""
         part, reply = self.part(member), member.pool.reply
         found: dict[str, object] = {}
         if self.status.state is StoreState.SHARED:
@@ -234,11 +237,11 @@ def _unavailable(why: str) -> StoreUnavailable:
 
 def _size(engines: Sequence[EngineView]) -> tuple[int | None, int | None]:
     """Of all together."""
-    return sum_of([it.tokens for it in engines]), sum_of([it.requests for it in engines])
+    return sum_figures([it.tokens for it in engines]), sum_figures([it.requests for it in engines])
 
 
 class Elsewhere:
-    """What other replicas have seen of the engines, told to this process's own engines where it has changed."""
+    """Findings of other replicas on the engines, passed to this process's own engines when they change."""
 
     def __init__(self) -> None:
         self.on_incarnation: Callable[[str, int, bool], None] = lambda _, __, ___: None
@@ -247,7 +250,7 @@ class Elsewhere:
         self.draining: set[str] = set()
         self._reached: set[str] = set()
 
-    def heard(self, member: Member, offers: Sequence[EngineOffer], *, is_first: bool) -> None:
+    def note_offers(self, member: Member, offers: Sequence[EngineOffer], *, is_first: bool) -> None:
         """The pool has told its engines; `is_first`: in answer to a statement."""
         engines, words = member.seen()
         latest: dict[str, int] = {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidecar.pools.calls import Call, Reply
-from sidecar.pools.row import cells_of
-from sidecar.pools.shortage_told import gone_of, shortage_of
+from sidecar.pools.reported_shortage import new_gone, read_shortage
+from sidecar.pools.row import sum_cells
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Returnable, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
@@ -49,14 +49,14 @@ class TakenBack:
     def put(self, call: Call) -> None:
         """Puts what is on its way into a call, where that is news."""
         if self.is_new or call.whole:
-            call.leaving, self.is_new = cells_of(self._names, self._leaving.values()), False
+            call.leaving, self.is_new = sum_cells(self._names, self._leaving.values()), False
 
     def choose(self, reply: Reply, ahead_us: int, pool: Scheduler, now_us: int) -> list[ScheduledLease]:
-        """Those that give their room for what the ledger is short of, by the sums of its reply."""
+        """Leases that give their room for what the ledger is short of, by the sums of its reply."""
         if reply.shortage is None:
             return []
         levels = {name: level for level, name in enumerate(self._names)}
-        found, gone = shortage_of(reply.shortage, levels, ahead_us), gone_of(reply.leaving, levels)
+        found, gone = read_shortage(reply.shortage, levels, ahead_us), new_gone(reply.leaving, levels)
         chosen = leases_to_take_back(pool, found, self._returnable, now_us, gone)
         for lease in chosen:
             lease.is_chosen = self.is_new = True

@@ -32,7 +32,7 @@ class TenantPlaces:
             self._sum -= self._weights.pop(tenant)
 
     def is_within_share(self, tenant: str, weight: int, places: int, promised: int = 0) -> bool:
-        """Whether one more request of a tenant, with the places `promised` to it, is within its share of all places."""
+        """True if one more request of a tenant, with the places `promised` to it, is within its share of all places."""
         waiting = len(self._leases.get(tenant, ()))
         return (waiting + promised + 1) * self._with(tenant, weight) <= places * weight
 

@@ -19,7 +19,7 @@ import httptools
 from yarl import URL
 
 from sidecar.handover import Write
-from sidecar.unix_address import connector_to, url_of
+from sidecar.unix_address import connector_to, url_for
 
 MOST_HEAD_BYTES = 128 * 1024
 """Of a response's head, of its trailers, and of what frames a chunk. uvicorn and axum write a few hundred bytes."""
@@ -78,7 +78,7 @@ class Response:
             await self._more()
 
     async def read(self, write: Write | None = None) -> bytes:
-        """What has come of the body, together; else what comes next. Nothing where the body has ended.
+        """The bytes of the body that have come, together; else those that come next. Nothing where the body has ended.
 
         What comes while this waits goes to `write`, where it is read: this returns only what that has not taken, and
         the end. Raises one of FAILURES.
@@ -180,7 +180,7 @@ class EngineConnection(asyncio.Protocol):
             self._fail(ConnectionBroke("given up"))
 
     def can_be_used(self) -> bool:
-        """Whether another request may be sent."""
+        """True if another request may be sent."""
         return not self._transport.is_closing()
 
     def abort(self) -> None:
@@ -297,7 +297,7 @@ class EngineConnection(asyncio.Protocol):
             response.fail(failure)
 
     def _ends_here(self, response: Response) -> bool:
-        """Whether the end of the connection is the end of the response (RFC 9112, section 6.3)."""
+        """True if the end of the connection is the end of the response (RFC 9112, section 6.3)."""
         if response.status == _UNKNOWN or response.status in _WITHOUT_BODY:
             return False
         codings = [value for name, value in response.headers if name.lower() == b"transfer-encoding"]
@@ -350,7 +350,7 @@ class EngineConnections:
         self._loop = asyncio.get_running_loop()
         # No limit here: the admission controller decides how many requests run at once.
         self._connector = connector_to(url)
-        self._address = aiohttp.ClientRequest("GET", URL(url_of(url), encoded=True), loop=self._loop)
+        self._address = aiohttp.ClientRequest("GET", URL(url_for(url), encoded=True), loop=self._loop)
         self._timeout = timeout
         self._keepalive_s = keepalive_s
         self._free: list[EngineConnection] = []

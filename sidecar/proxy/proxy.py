@@ -16,7 +16,7 @@ import asyncio
 import logging
 import random
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable
+from collections.abc import AsyncIterator, Callable, Container, Iterable
 from typing import Any
 from urllib.parse import quote
 
@@ -26,7 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.admission.responses import send_error, speaks_anthropic
 from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader, ResponseCut
 from sidecar.events import Headers
-from sidecar.handover import CALL_KEY, call_of, is_internal, write_of
+from sidecar.handover import CALL_KEY, find_call, find_write, is_internal
 from sidecar.proxy import EngineProxy
 from sidecar.proxy.connection import FAILURES, ConnectionBroke, NotHttp, Response
 from sidecar.proxy.upstream import (
@@ -36,7 +36,7 @@ from sidecar.proxy.upstream import (
     Upstream,
     can_be_written,
     connect_trouble,
-    said,
+    error_text,
 )
 from sidecar.via import OWN_VIA, refuse_loop
 
@@ -98,7 +98,7 @@ class ReverseProxy(EngineProxy):
     def for_client(self, location: bytes) -> bytes:
         """An address of this engine, or of one beside it, as the path by which a client gets there. Others stay."""
         upstreams = (self.upstream, *self.siblings())
-        return next((path for one in upstreams if (path := one.path_of(location)) is not None), location)
+        return next((path for one in upstreams if (path := one.path_for(location)) is not None), location)
 
     async def close(self) -> None:
         """Closes the connections to the engine. A request that comes later opens new ones."""
@@ -121,7 +121,7 @@ async def answer_failure(error: AdmissionError, scope: Scope, send: Send, *, was
     """
     if is_internal(scope):
         raise error
-    call = call_of(scope)
+    call = find_call(scope)
     if call is None or call.failed(error, was_sent=was_sent):
         await send_error(send, error, anthropic=speaks_anthropic(scope["path"]))
 
@@ -194,23 +194,18 @@ class _Forwarding:
         had started after all, the broken connection cancels that run: it loses computing, no state. A body that is
         streamed is never sent twice.
         """
-        headers = forwarded_headers(self._scope)
+        scope, upstream = self._scope, self._proxy.upstream
+        head = scope["method"], target(scope), forwarded_headers(scope)
         if first.get("more_body", False):
-            return await self._attempt(headers, self._body(first), declared_length(self._scope["headers"]))
+            return await upstream.request(*head, self._body(first), declared_length(scope["headers"]))
         self._watch_client()
         body = first.get("body", b"")
         try:
-            return await self._attempt(headers, body, len(body))
+            return await upstream.request(*head, body, len(body))
         except ConnectionBroke as broke:
             if not broke.was_stale:
                 raise
-        return await self._attempt(headers, body, len(body), is_again=True)
-
-    def _attempt(
-        self, headers: Headers, body: bytes | AsyncIterator[bytes], length: int | None, *, is_again: bool = False
-    ) -> Awaitable[Response]:
-        method, path = self._scope["method"], target(self._scope)
-        return self._proxy.upstream.request(method, path, headers, body, length, is_again=is_again)
+        return await upstream.request(*head, body, len(body), is_again=True)
 
     async def _relay(self, response: Response) -> None:
         """Passes the response on. Bytes that were read together go out together, and others at once."""
@@ -223,13 +218,13 @@ class _Forwarding:
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
         if response.status < 500 and is_admitted:
             self._proxy.traffic.began(response)
-        write, is_last = write_of(self._scope), False
+        write, is_last = find_write(self._scope), False
         while not is_last:
             try:
                 part = await response.read(write)
             except FAILURES as error:
                 self._proxy.on_failure(None)
-                raise ResponseCut(f"the engine broke off in the middle of its answer: {said(error)}") from None
+                raise ResponseCut(f"the engine broke off in the middle of its answer: {error_text(error)}") from None
             is_last = response.is_complete
             if is_last:
                 self._stop_watching()
@@ -270,7 +265,7 @@ class _Forwarding:
             self._task.cancel()
 
     def _is_our_own_cancellation(self) -> bool:
-        """Whether only the client's disconnect canceled this task; the server may have done so, too."""
+        """True if only the client's disconnect canceled this task; the server may have done so, too."""
         if sys.version_info >= (3, 11) and self._disconnected and self._task is not None:
             return self._task.uncancel() == 0
         return self._disconnected
@@ -286,7 +281,7 @@ class _Forwarding:
         url = self._proxy.upstream.url
         if not is_internal(self._scope):
             # The address is only for the log: the client must not see it.
-            logger.warning("engine %s: %s (%s)", url, reason, said(error), extra={"event": "engine_unreachable"})
+            logger.warning("engine %s: %s (%s)", url, reason, error_text(error), extra={"event": "engine_unreachable"})
             self._proxy.on_failure(trouble)
         shown = trouble or f"{url}: {reason}"
         message = f"the engine could not be reached: {reason}"

@@ -7,7 +7,7 @@ import re
 import socket
 import ssl
 import string
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
@@ -16,7 +16,7 @@ from sidecar.engines.pages import REFUSED
 from sidecar.errors import InvalidHeader
 from sidecar.events import Headers
 from sidecar.proxy.connection import EngineConnections, Response
-from sidecar.unix_address import path_of, url_of
+from sidecar.unix_address import socket_path, url_for
 
 # Below the 5 s after which uvicorn, and so trtllm-serve, vLLM and SGLang, closes an idle connection.
 KEEPALIVE_S = 4.0
@@ -42,7 +42,7 @@ class Upstream:
     def __init__(self, url: str, *, connect_timeout_s: float, keepalive_s: float) -> None:
         self.url = _validated(url)
         self.connect_timeout_s = connect_timeout_s
-        parts = urlsplit(url_of(self.url))
+        parts = urlsplit(url_for(self.url))
         self._base = parts.path.encode("ascii")
         self._host = _host(parts)
         self._name, self._ports = _spellings(self._host, parts)
@@ -50,7 +50,7 @@ class Upstream:
         self._keepalive_s = keepalive_s
         self._connections: EngineConnections | None = None
 
-    async def request(
+    def request(
         self,
         method: str,
         target: bytes,
@@ -59,7 +59,7 @@ class Upstream:
         length: int | None,
         *,
         is_again: bool = False,
-    ) -> Response:
+    ) -> Awaitable[Response]:
         """Sends one request unchanged, and returns at the response's headers.
 
         `length` is that of the body, None where it goes in chunks. A request that `is_again` sent, and one that could
@@ -70,7 +70,7 @@ class Upstream:
         head = self._head(method, target, headers, length)
         if self._connections is None:
             self._connections = EngineConnections(self.url, self._timeout, keepalive_s=self._keepalive_s)
-        return await self._connections.request(head, body, length, is_head=method == "HEAD", is_again=is_again)
+        return self._connections.request(head, body, length, is_head=method == "HEAD", is_again=is_again)
 
     async def close(self) -> None:
         """Closes the connections. A request that comes later opens new ones."""
@@ -78,7 +78,7 @@ class Upstream:
         if pool is not None:
             await pool.close()
 
-    def path_of(self, location: bytes) -> bytes | None:
+    def path_for(self, location: bytes) -> bytes | None:
         """The path, as a client of the proxy writes it, of an address on this engine. None for any other address.
 
         An engine writes its own address as the `Host` header says it, with either scheme. A path alone is its own, too.
@@ -109,7 +109,7 @@ class Upstream:
 
 
 def can_be_written(headers: Headers) -> bool:
-    """Whether they can be written: a parser reads more than HTTP allows, and a server would raise midway."""
+    """True if they can be written: a parser reads more than HTTP allows, and a server would raise midway."""
     if not headers:
         return True
     names, values = zip(*headers, strict=True)
@@ -152,7 +152,7 @@ class Traffic:
         self._read.pop(response, None)
 
     def has_flowed(self) -> bool:
-        """Whether a response has begun, or more of one was read, since the last call."""
+        """True if a response has begun, or more of one was read, since the last call."""
         has_flowed, self._begun_before = self._begun != self._begun_before, self._begun
         for response, before in self._read.items():
             has_flowed |= response.reads > before
@@ -160,7 +160,7 @@ class Traffic:
         return has_flowed
 
 
-def said(error: Exception | None) -> str:
+def error_text(error: Exception | None) -> str:
     """An error's text for a log."""
     return f"{type(error).__name__}: {error}" if error else "no error"
 
@@ -183,7 +183,7 @@ def _spellings(host: bytes, parts: SplitResult) -> tuple[bytes, frozenset[bytes]
 
 def _validated(upstream: str) -> str:
     """`upstream` without its trailing slash, ready to be put in front of a path."""
-    if path_of(upstream) is not None:
+    if socket_path(upstream) is not None:
         return upstream
     parts = urlsplit(upstream)
     example = "write it like http://127.0.0.1:8000"

@@ -10,7 +10,9 @@ from sidecar.scheduling.tickets import Ticket
 
 @dataclass(frozen=True)
 class Freed:
-    """What leases give free on one engine if they are taken back: in the pool, and of the prompts that it was sent."""
+    """Room that leases give free on one engine if they are taken back: in the pool, and of the prompts that it was
+    sent.
+    """
 
     amount: Amount = NOTHING
     sent: int = 0
@@ -20,7 +22,7 @@ NOTHING_FREED = Freed()
 
 
 class Gone:
-    """What is as good as given free: sums of leases that are taken back, by tier and by engine."""
+    """Room that is as good as free: sums of leases that are taken back, by tier and by engine."""
 
     def __init__(self) -> None:
         self.total = NOTHING
@@ -82,7 +84,7 @@ class ScheduledEngine:
         return self.is_known and self.takes_new
 
     def size(self, now_us: int) -> Amount:
-        """What it may hold now: in slow start so many tenths, at least one request."""
+        """Amount that it may hold now: in slow start a number of tenths, at least one request."""
         if self.ramp_us:
             tenths = 1 + max(0, now_us - self.since_us) * 10 // self.ramp_us
             if tenths < 10:
@@ -103,7 +105,7 @@ class ScheduledEngine:
         self.cap_requests, self.cap_until_us = requests, until_us
 
     def could_take(self, ticket: Ticket, now_us: int) -> bool:
-        """Whether it is ready, not barred, large enough, and its cap is not reached by the ticket."""
+        """True if it is ready, not barred, large enough, and its cap is not reached by the ticket."""
         return (
             self.is_ready
             and ticket.tokens <= self.tokens
@@ -114,7 +116,7 @@ class ScheduledEngine:
         )
 
     def is_full(self, now_us: int) -> bool:
-        """Whether it has room for nothing."""
+        """True if it has room for nothing."""
         if not self.is_ready:
             return True
         tokens, requests, _ = self.size(now_us)

@@ -70,7 +70,7 @@ def _part(share: Fraction, capacity: Amount, of_unbounded: int) -> Amount:
 
 
 @lru_cache(maxsize=64)
-def figures_of(rules: Rules, capacity: Amount) -> Figures:
+def figures_for(rules: Rules, capacity: Amount) -> Figures:
     """The figures of a pool. Cached: capacity changes with the engines only."""
     reserves, headrooms, limits = [], [], []
     for tier in rules.tiers:

@@ -31,7 +31,9 @@ class Shortage:
 def shortage(
     scheduler: Scheduler, now_us: int, gone: Gone, order: Sequence[Candidate] | None = None
 ) -> Shortage | None:
-    """What room is to be taken back for now, if any. `gone` is taken back already. `order`: where it is known."""
+    """The shortage for which room is to be taken back now, if any. `gone` is taken back already. `order`: where it is
+    known.
+    """
     if not scheduler.may_preempt():
         return None
     scheduler.look(now_us)
@@ -90,7 +92,7 @@ class Returnable:
         self._of.get((lease.engine, lease.ticket.tier), {}).pop(lease.ticket.id, None)
 
     def on(self, engine: str, levels: Iterable[int]) -> Iterator[ScheduledLease]:
-        """Those of these tiers on one engine, of a tier the last that entered first."""
+        """Leases of these tiers on one engine, of a tier the last that entered first."""
         for level in levels:
             yield from reversed(self._of.get((engine, level), {}).values())
 
@@ -151,7 +153,7 @@ class _Search:
         return self._needed(self._taken[:taken], lacking)
 
     def lacking(self, ticket: Ticket) -> Room:
-        """What has to end for one more of the group. It comes before those that are added after it."""
+        """Room that has to be freed for one more of the group. It comes before those that are added after it."""
         pool = self._scheduler.lacking(ticket, self._in_pool, self._gone)
         tokens, requests, sent = self._engine.lacking(
             ticket, self._now, self._on_engine, self._gone.on(self._engine.id)

@@ -130,7 +130,7 @@ class FairQueue:
             self.finish[tenant] = max(self.virtual, self.finish.get(tenant, 0.0)) + tokens / weight
 
     def put_behind(self, tenant: str) -> None:
-        """What a tenant was charged comes before its next, as that is not the first of those that wait."""
+        """Puts a tenant's charge before its next ticket, which is not the first of those that wait."""
         if lane := self._lanes.get(tenant):
             lane[0].start = max(lane[0].start or 0.0, self.finish.get(tenant, 0.0))
             self._push(lane[0])

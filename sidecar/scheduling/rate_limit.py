@@ -178,7 +178,7 @@ class RateLimiter:
         account.requests_refunded += refund
 
     def hold(self, holder: str, tenant: str, count: int) -> None:
-        """So many requests of a tenant wait or run at a holder."""
+        """Sets how many requests of a tenant wait or run at a holder."""
         if count > 0:
             self._running[holder][tenant] = count
         else:
@@ -197,7 +197,7 @@ class RateLimiter:
         del self._running[holder]
 
     def allowance(self, tenant: str, limits: Limits, now_us: int) -> RemainingLimits:
-        """What is left of a tenant's limits now."""
+        """Rest of a tenant's limits now."""
         account = self._drained(tenant, limits, now_us)
         return RemainingLimits(
             _remaining(limits.requests_per_minute, _requests_capacity(limits), account.requests),

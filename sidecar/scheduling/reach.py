@@ -25,7 +25,7 @@ class Reach:
         return found
 
     def reaches_one(self, owner: str, engines: set[str]) -> bool:
-        """Whether a replica's tickets can enter one of these, which are ready."""
+        """True if a replica's tickets can enter one of these, which are ready."""
         return not self.is_divided or not engines.isdisjoint(self.of(owner))
 
     def heads_elsewhere(self, queue: FairQueue, heads: Sequence[Ticket]) -> list[Ticket]:

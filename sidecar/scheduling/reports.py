@@ -1,4 +1,4 @@
-"""What is said of a ticket that enters an engine. No rule depends on it."""
+"""Reports on a ticket that enters an engine. No rule depends on it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
 from sidecar.scheduling.engines import NOTHING_GONE, Gone, ScheduledEngine
-from sidecar.scheduling.figures import Rules, figures_of
+from sidecar.scheduling.figures import Rules, figures_for
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.reach import Reach
 from sidecar.scheduling.reports import Found, Rule, passed
@@ -61,7 +61,7 @@ class EngineGrant(NamedTuple):
 
 @dataclass
 class TierState:
-    """What one tier holds, owes and had.
+    """Amounts that one tier holds, owes and had.
 
     `on_engines` and `in_line` (for the floor) are U together. `on_floor` and `in_line_on_floor`: the part of them that
     was let in for the floor (rule 9). `latest`: the number of its last admission. `served`: tokens granted so far.
@@ -181,7 +181,7 @@ class Scheduler:
 
     @property
     def runs_out(self) -> bool:
-        """Whether the next may be one that waits elsewhere."""
+        """True if the next may be one that waits elsewhere."""
         return any(tier.queue.runs_out for tier in self.tiers)
 
     def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int] | None:
@@ -237,7 +237,7 @@ class Scheduler:
         self._take_figures(smaller(capacity, (UNBOUNDED, UNBOUNDED, UNBOUNDED)))
 
     def _take_figures(self, capacity: Amount) -> None:
-        self._figures = figures_of(self.rules, capacity)
+        self._figures = figures_for(self.rules, capacity)
         self._most_prompt = [min(self._largest_prefill, prompt) for _, _, prompt in self._figures.size_limit]
 
     @property
@@ -303,7 +303,7 @@ class Scheduler:
         for ticket in candidates:
             level = ticket.tier
             if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit(ticket):
-                order_class = self.class_of(ticket, fronts.get(level), heads[level])
+                order_class = self.class_for(ticket, fronts.get(level), heads[level])
                 found.append(Candidate(self.place(ticket, order_class), ticket, order_class))
         return sorted(found, key=lambda candidate: candidate.place)
 
@@ -318,7 +318,7 @@ class Scheduler:
             heads.append(small)
         return heads + self._reach.heads_elsewhere(queue, heads) if self._reach.is_divided else heads
 
-    def class_of(self, ticket: Ticket, front: Ticket | None, heads: Sequence[Ticket]) -> OrderClass:
+    def class_for(self, ticket: Ticket, front: Ticket | None, heads: Sequence[Ticket]) -> OrderClass:
         """A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not.
 
         `front` is the one in line, None where the heads are.
@@ -348,7 +348,9 @@ class Scheduler:
         return TURN if below(held, reserve) and not self._owes(ticket.tier) else OTHER
 
     def place(self, ticket: Ticket, order_class: OrderClass) -> Place:
-        """What the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged level."""
+        """Key that the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged
+        level.
+        """
         before, key = 0, self.aged_level(ticket)
         if order_class == LINE:
             before = ticket.admission
@@ -391,7 +393,9 @@ class Scheduler:
         return within(self._with(ticket, NOTHING_GONE), self._figures.capacity)
 
     def lacking(self, ticket: Ticket, before: Amount, gone: Gone) -> Amount:
-        """What it is too much for that, as if `gone` had ended and `before` had entered before the ticket."""
+        """The amount that is lacking for the ticket, as if `gone` had ended and `before` had entered before the
+        ticket.
+        """
         needed = plus(self._with(ticket, gone), minus(before, gone.total))
         return larger(NOTHING, minus(needed, self._figures.capacity))
 
@@ -405,7 +409,7 @@ class Scheduler:
         return needed
 
     def holds(self, ticket: Ticket, order_class: OrderClass) -> bool:
-        """Whether it holds its place though it does not fit, so that nothing after it is admitted."""
+        """True if it holds its place though it does not fit, so that nothing after it is admitted."""
         if order_class == FIRST:
             return True
         kept, above = self.need(ticket), self._tiers_above(ticket)
@@ -419,26 +423,26 @@ class Scheduler:
         return within(kept, self._figures.capacity)
 
     def is_within_limit(self, ticket: Ticket, others: Amount = NOTHING) -> bool:
-        """Whether its tier may hold it beside what that holds, and beside `others`."""
+        """True if its tier may hold it beside what that holds, and beside `others`."""
         more = others if ticket.is_for_floor else plus(others, self.need(ticket))
         return within(plus(self.tiers[ticket.tier].used, more), self._figures.limit[ticket.tier])
 
     # -- rule 7: what may be taken back (`preemption`)
 
     def could_come_back(self, ticket: Ticket) -> bool:
-        """Whether its tokens and requests would be let in again."""
+        """True if its tokens and requests would be let in again."""
         tokens, requests, _ = self._figures.returnable[ticket.tier]
         return ticket.tokens <= tokens and ticket.requests <= requests
 
     def would_be_below_floor(self, level: int, taken: Amount, gone: Gone) -> bool:
-        """Whether it would be `U < R` in all dimensions without leases that were `taken`, none for its floor."""
+        """True if it would be `U < R` in all dimensions without leases that were `taken`, none for its floor."""
         left = self.on_floor(level)
         if not self.rules.by_gain:  # by gain what fills a floor is not taken
             left = minus(minus(left, gone.of(level)), taken)
         return below(left, self._figures.reserve[level])
 
     def may_preempt(self) -> bool:
-        """Whether something that may be served so waits."""
+        """True if something that may be served so waits."""
         return self.rules.max_preemptions > 0 and any(
             tier.preempt_after_us is not None and (state.lined or state.queue)
             for tier, state in zip(self.rules.tiers, self.tiers, strict=True)
@@ -469,7 +473,7 @@ class Scheduler:
         return [wanted, *ids]
 
     def _is_late(self, ticket: Ticket) -> bool:
-        """Whether one in line takes any engine now."""
+        """True if one in line takes any engine now."""
         return self._now >= ticket.in_line_since_us + PATIENCE_US
 
     def _best(self, ticket: Ticket, engines: Sequence[ScheduledEngine]) -> str | None:
@@ -546,7 +550,7 @@ class Scheduler:
         ticket.engine = wanted
 
     def _choose_again(self) -> None:
-        """Those in line for an engine that can take them no more."""
+        """Chooses again for tickets in line for an engine that can take them no more."""
         gone = [t for t in self.line if t.engine is None or not self.engines[t.engine].could_take(t, self._now)]
         for ticket in gone:
             before = ticket.engine

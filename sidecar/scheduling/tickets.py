@@ -13,7 +13,7 @@ MOST_OF_GAIN = 2**43
 
 
 class TicketGain(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a request earns in time (rule 9).
+    """Gain of a request by the time of its start (rule 9).
 
     `tokens`: its expected tokens that are in time if it enters `start_by_us` after its arrival or before; one less for
     each whole `slack_us` later. `cost_us`: the engine's time for it.
@@ -26,7 +26,7 @@ class TicketGain(msgspec.Struct, array_like=True, frozen=True, gc=False):
     slack_us: int
 
     def bounded(self) -> TicketGain:
-        """The same within the bounds that the products of these figures need."""
+        """The gain within the bounds that the products of these figures need."""
         most = MOST_OF_GAIN
         return TicketGain(
             self.weight,
@@ -87,7 +87,7 @@ class Ticket(msgspec.Struct, eq=False):
 
     @property
     def is_for_floor(self) -> bool:
-        """Whether it stands in line for its tier's floor (rule 6), so that its tier holds it already."""
+        """True if it stands in line for its tier's floor (rule 6), so that its tier holds it already."""
         return self.is_in_line and self.admission > 0
 
     @property
@@ -110,7 +110,7 @@ class Ticket(msgspec.Struct, eq=False):
 
     @property
     def amount(self) -> Amount:
-        """What its tier holds by it once it counts."""
+        """Amount that its tier holds by it once it counts."""
         return self.tokens, self.requests, self.count
 
 

@@ -1,4 +1,4 @@
-"""What time alone changes in a pool: when a decision may be another than now though nothing happened."""
+"""Changes of a pool by time alone: when a decision may be another than now though nothing happened."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def _changes(scheduler: Scheduler, now_us: int) -> Iterator[int]:
             if scheduler.rules.by_gain:
                 yield now_us + LOOK_AGAIN_US
         for ticket in scheduler.heads(level):
-            yield from _of_ticket(scheduler, ticket, now_us)
+            yield from _ticket_changes(scheduler, ticket, now_us)
     for ticket in scheduler.line:
         yield ticket.in_line_since_us + PATIENCE_US
-        yield from _of_ticket(scheduler, ticket, now_us)
+        yield from _ticket_changes(scheduler, ticket, now_us)
     for engine in scheduler.engines.values():
         yield engine.cap_until_us
         yield _next_tenth(engine, now_us)
 
 
-def _of_ticket(scheduler: Scheduler, ticket: Ticket, now_us: int) -> Iterator[int]:
+def _ticket_changes(scheduler: Scheduler, ticket: Ticket, now_us: int) -> Iterator[int]:
     """It reaches another level (rule 3), or may take room back (rule 7)."""
     rules = scheduler.rules
     every_us, after_us = rules.promote_after_us, rules.tiers[ticket.tier].preempt_after_us

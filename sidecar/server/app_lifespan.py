@@ -23,7 +23,7 @@ class AppLifespan:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has begun to start, and has not ended."""
+        """True if it has begun to start, and has not ended."""
         return self._task is not None and not self._task.done()
 
     async def start(self) -> None:

@@ -56,7 +56,7 @@ class Certificate:
         return [stamp(name) for name in self._names]
 
 
-def certificate_of(file: str | None, key_file: str | None) -> Certificate | None:
+def new_certificate(file: str | None, key_file: str | None) -> Certificate | None:
     """The certificate that the command line names; None where it names none. Raises ValueError."""
     if file is None:
         if key_file is not None:

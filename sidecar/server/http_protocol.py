@@ -131,7 +131,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.expect_100_continue = b"100-continue" in self._values(names, b"expect")
 
     def _values(self, names: Sequence[bytes], wanted: bytes) -> set[bytes]:
-        """What the head says by one name, in lower case."""
+        """Values of one header in the head, in lower case."""
         if wanted not in names:
             return set()
         return {value.strip().lower() for name, value in self.headers if name == wanted}

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator
 
 from sidecar.server import CannotServe
-from sidecar.unix_address import SCHEME, path_of
+from sidecar.unix_address import SCHEME, socket_path
 
 _FOR_ALL = 0o666
 """As a port is; the folder says who may enter. uvicorn has the same."""
 
 
-def address_of(listener: socket.socket, *, has_tls: bool = False) -> str:
+def socket_address(listener: socket.socket, *, has_tls: bool = False) -> str:
     """The address of a socket's server."""
     name = listener.getsockname()
     if isinstance(name, str):
@@ -32,7 +32,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
     `host` may be a Unix socket's address: then `port` says nothing.
     """
-    path = path_of(host)
+    path = socket_path(host)
     with _bound(host, port) if path is None else _bound_to(path) as listener:
         try:
             # Fails here, before the start, where another process listens already.

@@ -1,4 +1,4 @@
-"""Whether an upstream's address is one that this process itself listens on."""
+"""Test for an upstream's address that this process itself listens on."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from sidecar.unix_address import path_of
+from sidecar.unix_address import socket_path
 
 _PORTS = {"http": 80, "https": 443}
 
 
 def leads_to(url: str, listeners: Sequence[socket.socket]) -> bool:
-    """Whether a request to `url` would reach one of `listeners`.
+    """True if a request to `url` would reach one of `listeners`.
 
     A name is resolved only where its port is one of theirs. A name that cannot be resolved, and another machine's
     address that leads back here, are not noticed: there the `via` header shows the loop.
     """
     names = [listener.getsockname() for listener in listeners]
-    if (path := path_of(url)) is not None:
+    if (path := socket_path(url)) is not None:
         return any(isinstance(name, str) and _is_same(path, name) for name in names)
     parts = urlsplit(url)
     port = parts.port or _PORTS.get(parts.scheme)
@@ -48,7 +48,7 @@ def _is_reached(address: str, listens: str) -> bool:
 
 
 def _is_local(address: str) -> bool:
-    """Whether this machine has the address: only then a socket can be bound to it."""
+    """True if this machine has the address: only then a socket can be bound to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

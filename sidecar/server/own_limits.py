@@ -11,7 +11,7 @@ import signal
 
 from sidecar.server.workers import written_for_granian
 
-_SAID = (
+_NOTICE = (
     "the server's own limit (%s) acts before admission and knows no tier: %s; leave it out, or set it above all that "
     "may run and wait"
 )
@@ -20,12 +20,12 @@ _log = logging.getLogger("sidecar.mounted")
 
 def report_own_limit() -> None:
     """Logs the limit of the server, where it is known to have one."""
-    limit = _of_uvicorn() or _of_granian()
+    limit = _uvicorn_limits() or _granian_limits()
     if limit is not None:
-        _log.warning(_SAID, *limit, extra={"event": "server_limit"})
+        _log.warning(_NOTICE, *limit, extra={"event": "server_limit"})
 
 
-def _of_uvicorn() -> tuple[str, str] | None:
+def _uvicorn_limits() -> tuple[str, str] | None:
     """SIGTERM is handled by a method of uvicorn's server, which has its configuration."""
     server = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     most = getattr(getattr(server, "config", None), "limit_concurrency", None)
@@ -34,6 +34,6 @@ def _of_uvicorn() -> tuple[str, str] | None:
     return f"limit_concurrency={most}", f"beyond {most} connections or requests uvicorn answers 503"
 
 
-def _of_granian() -> tuple[str, str] | None:
+def _granian_limits() -> tuple[str, str] | None:
     written = written_for_granian("backpressure")
     return (f"backpressure={written}", f"beyond {written} requests the next wait unseen") if written else None

@@ -28,7 +28,7 @@ from sidecar.server.acceptor import Acceptor
 from sidecar.server.app_lifespan import AppLifespan
 from sidecar.server.certificate import Certificate
 from sidecar.server.http_protocol import BoundedHttpProtocol
-from sidecar.server.listeners import address_of, listening
+from sidecar.server.listeners import listening, socket_address
 from sidecar.server.own_address import leads_to
 
 # ALB and nginx close an idle connection after 60 s by default, and must be the first to close it.
@@ -52,7 +52,7 @@ async def _at_once() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a process serves: `app` to its clients, and admin `pages`.
+    """Apps that a process serves: `app` to its clients, and admin `pages`.
 
     `opened` is called when both answer, and `drain` at the first signal: the port closes when `drained` returns. SIGHUP
     calls `reload`, where there is one: then a terminal that closes does not end the server.
@@ -87,8 +87,8 @@ async def serve(
         refuse_own_addresses(upstreams, (client_socket, admin_socket))
 
         def announce_both() -> None:
-            announce(f"sidecar: proxy on {address_of(client_socket, has_tls=certificate is not None)}")
-            announce(f"sidecar: admin on {address_of(admin_socket)}")
+            announce(f"sidecar: proxy on {socket_address(client_socket, has_tls=certificate is not None)}")
+            announce(f"sidecar: admin on {socket_address(admin_socket)}")
 
         await serve_on(
             served,

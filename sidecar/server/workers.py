@@ -94,13 +94,13 @@ def _refuse_several(processes: ServerProcesses, why: str) -> None:
 
 def _supervised() -> ServerProcesses:
     """The processes of the supervisor that started this one; one where it is not known to have several."""
-    return _of_multiprocessing() or _of_gunicorn() or _of_granian() or ServerProcesses(1)
+    return _find_multiprocessing() or _find_gunicorn() or _find_granian() or ServerProcesses(1)
 
 
 _WITH_CONFIG = frozenset(("uvicorn", "hypercorn"))
 
 
-def _of_multiprocessing() -> ServerProcesses | None:
+def _find_multiprocessing() -> ServerProcesses | None:
     """Uvicorn's and hypercorn's supervisors pass their configuration to each process that they start.
 
     It has the number in every way that they take one: `--workers`, `WEB_CONCURRENCY`, a file, an argument of `run`.
@@ -114,7 +114,7 @@ def _of_multiprocessing() -> ServerProcesses | None:
     return ServerProcesses(1 if getattr(config, "reload", False) is True else max(1, workers), supervisor)
 
 
-def _of_gunicorn() -> ServerProcesses | None:
+def _find_gunicorn() -> ServerProcesses | None:
     """Its workers have the command line of their supervisor, and the environment that it names itself in.
 
     What the operator wrote is read once more as gunicorn reads it: `-w`, `WEB_CONCURRENCY`, `GUNICORN_CMD_ARGS`, a
@@ -134,7 +134,7 @@ def _of_gunicorn() -> ServerProcesses | None:
         ) from None
 
 
-def _of_granian() -> ServerProcesses | None:
+def _find_granian() -> ServerProcesses | None:
     written = written_for_granian("workers") or "1"
     return ServerProcesses(max(1, int(written)) if written.isdecimal() else 1, "granian") if _is_granians() else None
 

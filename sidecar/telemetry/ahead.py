@@ -82,8 +82,10 @@ def reasons(of_tier: Sequence[AheadGroup]) -> str:
     return ", ".join(f"{group.requests:,} because {group.because}" for group in of_tier)
 
 
-def groups_of(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Sequence[str]) -> list[AheadGroup]:
-    """Those that overtook first, and among them the larger first. `tiers` are the policy's, most important first."""
+def new_groups(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Sequence[str]) -> list[AheadGroup]:
+    """Groups of requests that went ahead: those that overtook first, and among them the larger first. `tiers` are the
+    policy's, most important first.
+    """
     arrived_us, waiting_tier = waiter.arrived_us, waiter.tier or ""
     alike: dict[tuple[str, bool, str, int], list[RequestRecord]] = {}
     for record in ahead:
@@ -96,7 +98,7 @@ def groups_of(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Sequ
         elif classified.tier != waiting_tier:
             rule = admitted.passed.get(waiting_tier, BEHIND)
         else:
-            rule = rule_of(record, waiter)  # which says the same of the others, at three times the cost
+            rule = rule_for(record, waiter)  # which says the same of the others, at three times the cost
         key = classified.tier, came_later, rule, admitted.level if rule == "level" else 0
         alike.setdefault(key, []).append(record)
     worded: dict[tuple[str, bool, str, str], list[RequestRecord]] = {}
@@ -108,7 +110,7 @@ def groups_of(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Sequ
 
 
 def without_own_runs(ahead: Iterable[RequestRecord], record: RequestRecord) -> list[RequestRecord]:
-    """Those ahead that were not admitted while the request itself ran, in an attempt that was taken back."""
+    """Requests ahead that were not admitted while the request itself ran, in an attempt that was taken back."""
     if not record.lost:
         return [*ahead]
     return [each for each in ahead if each.admitted is None or not record.ran_at(each.admitted.at_us)]
@@ -134,7 +136,7 @@ def unseen(
     return [UnknownAhead(tier, tokens, where) for tier, tokens in missing.items() if tokens > 0]
 
 
-def rule_of(ahead: RequestRecord, waiter: RequestRecord) -> str:
+def rule_for(ahead: RequestRecord, waiter: RequestRecord) -> str:
     """The rule by which `ahead` was admitted before `waiter`: one of the scheduler's, or one of the three here.
 
     The scheduler reports no rule within one tier. There its tenants take turns; but of several engines a request that
@@ -150,7 +152,7 @@ def rule_of(ahead: RequestRecord, waiter: RequestRecord) -> str:
 
 
 def _stood_in_line(waiter: RequestRecord, at_us: int) -> bool:
-    """Whether it stood in line for an engine then. Not known before it is admitted."""
+    """True if it stood in line for an engine then. Not known before it is admitted."""
     admitted = waiter.admitted
     if admitted is None or admitted.placed is None or not admitted.placed.claimed_us:
         return False

@@ -54,15 +54,15 @@ class EventDispatcher:
         self.listeners = tuple(listeners)
         self.failure_log = failure_log
         self.report = FirstFailure(logger, _FAILED)
-        self._handlers = _handlers_of(self.listeners)
-        self._handlers_of_failures = {} if failure_log is None else _handlers_of([failure_log])
+        self._handlers = _new_handlers(self.listeners)
+        self._handlers_of_failures = {} if failure_log is None else _new_handlers([failure_log])
 
     def listens(self) -> bool:
-        """Whether anything looks at requests."""
+        """True if anything looks at requests."""
         return self.failure_log is not None or bool(self.listeners) or self.tracer.is_active()
 
     def follows(self) -> bool:
-        """Whether more than a failure may be told of a request: at the level DEBUG, the log has each."""
+        """True if more than a failure may be told of a request: at the level DEBUG, the log has each."""
         log = self.failure_log
         return log is None or log.writes(log.success_level) or not (self.tracer.is_global and none_is_set())
 
@@ -82,7 +82,7 @@ class EventDispatcher:
         return observation
 
 
-def _handlers_of(listeners: Sequence[Listener]) -> Handlers:
+def _new_handlers(listeners: Sequence[Listener]) -> Handlers:
     handlers: dict[type, list[Callable[[RequestRecord, Any], None]]] = {}
     for listener in listeners:
         for kind, handler in listener.handlers.items():
@@ -142,8 +142,7 @@ class RequestObservation:
         self.record.add(event)
         if self.spans is not None:  # before the journal has the request: it is asked who went ahead of it
             self.spans.note(event)
-        if type(event) in self._handlers:
-            self.tell(event)
+        self.tell(event)
 
     def tell(self, event: Event | Received) -> None:
         """Tells the listeners."""

@@ -104,7 +104,7 @@ class DryRunCounts(msgspec.Struct):
         return self.wait(share).wait_us
 
     def wait(self, share: float) -> WaitQuantile:
-        """The same with those that still wait, which count with their waits so far."""
+        """The quantile with requests that still wait, which count with their waits so far."""
         left = math.ceil(share * (self.admitted + self.waiting)) - (self.admitted - sum(self.waits.values()))
         longest_us, grows = max(self.wait_max_us, self.waiting_max_us), False
         for bucket in sorted({*self.waits, *self.waiting_waits}):

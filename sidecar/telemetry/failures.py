@@ -9,9 +9,9 @@ from contextlib import suppress
 class FirstFailure:
     """Logs the exception being handled, the first time only: a defect must not write a line a request."""
 
-    def __init__(self, logger: logging.Logger, said: str) -> None:
+    def __init__(self, logger: logging.Logger, consequence: str) -> None:
         self._logger = logger
-        self._said = f"{said} without, and further failures are not logged"
+        self._message = f"{consequence} without, and further failures are not logged"
         self._is_said = False
 
     def __call__(self) -> None:
@@ -19,4 +19,4 @@ class FirstFailure:
         if not self._is_said:
             self._is_said = True
             with suppress(Exception):  # a handler of the log may have raised the first one
-                self._logger.exception(self._said)
+                self._logger.exception(self._message)

@@ -75,9 +75,9 @@ class Journal:
 
     def find(self, request_or_trace_id: str) -> RequestRecord | None:
         """The newest request of this id, None where none is kept."""
-        return next(iter(self.all_of(request_or_trace_id)), None)
+        return next(iter(self.all_for(request_or_trace_id)), None)
 
-    def all_of(self, request_or_trace_id: str) -> Sequence[RequestRecord]:
+    def all_for(self, request_or_trace_id: str) -> Sequence[RequestRecord]:
         """Every request that is kept of this id, newest first: clients may repeat an id, and a trace have several."""
         self._drop_old()
         trace_id = _trace_id(request_or_trace_id)
@@ -92,7 +92,7 @@ class Journal:
         }
         return sorted(found, key=lambda record: record.at_us, reverse=True)
 
-    def ahead_of(self, waiter: Waiter, most: int = MOST_ADMISSIONS) -> Sequence[RequestRecord]:
+    def find_ahead(self, waiter: Waiter, most: int = MOST_ADMISSIONS) -> Sequence[RequestRecord]:
         """The first `most` that were admitted while it waited, or has waited so far, in order; itself is left out.
 
         Those are among them that were admitted while it ran, and was preempted then: the pool counts them, too. One
@@ -111,7 +111,7 @@ class Journal:
         return [*islice((record for record in looked_at if record.arrived_us > arrived_us), most)]
 
     def looks_at_all(self, waiter: Waiter) -> bool:
-        """Whether `overtook` looks at all that were admitted since the overtaking."""
+        """True if `overtook` looks at all that were admitted since the overtaking."""
         first, last = self._overtaking(waiter)
         return last - first <= MOST_LOOKED_AT
 
@@ -215,7 +215,7 @@ def _admitted_us(record: RequestRecord) -> int:
 
 
 def _broke_off(record: RequestRecord) -> bool:
-    """Whether the engine failed, or the client disconnected before it was admitted."""
+    """True if the engine failed, or the client disconnected before it was admitted."""
     if record.settled is not None:
         return record.settled.outcome is _FAILED
     return record.refused is not None and record.refused.status is None
@@ -227,7 +227,7 @@ def _overtaken_us(waiter: Waiter) -> int | None:
 
 
 def _may_have_been_overtaken(waiter: Waiter) -> bool:
-    """Whether it was overtaken, or still waits: then only the admissions can say."""
+    """True if it was overtaken, or still waits: then only the admissions can say."""
     is_waiting = isinstance(waiter, RequestRecord) and waiter.waited is None
     return is_waiting or _overtaken_us(waiter) is not None
 

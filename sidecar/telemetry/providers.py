@@ -10,24 +10,26 @@ from opentelemetry.metrics import _internal
 
 _UNKNOWN: Any = object()  # stands for a name that a later API does not have
 _TRACE, _METRICS = vars(trace), vars(_internal)
-_IS_NAMED = "OTEL_PYTHON_TRACER_PROVIDER" in os.environ or "OTEL_PYTHON_METER_PROVIDER" in os.environ
+_NAMES_TRACERS = "OTEL_PYTHON_TRACER_PROVIDER" in os.environ
+_NAMES_METERS = "OTEL_PYTHON_METER_PROVIDER" in os.environ
 
 
 def none_is_set() -> bool:
-    """Whether there surely is no SDK: the API has no provider, and the environment names none.
+    """True if there surely is no SDK: the API has no provider, and the environment names none."""
+    return no_tracers_are_set() and _METRICS.get("_METER_PROVIDER", _UNKNOWN) is None and not _NAMES_METERS
+
+
+def no_tracers_are_set() -> bool:
+    """True if there surely is no SDK for traces.
 
     The API has no such question, and looks into the environment whenever it is asked for a provider: without an SDK
-    that would cost a request as much as deciding on it. So two private names are read.
+    that would cost a request as much as deciding on it. So the API's private names are read, here and above.
     """
-    return (
-        _TRACE.get("_TRACER_PROVIDER", _UNKNOWN) is None
-        and _METRICS.get("_METER_PROVIDER", _UNKNOWN) is None
-        and not _IS_NAMED
-    )
+    return _TRACE.get("_TRACER_PROVIDER", _UNKNOWN) is None and not _NAMES_TRACERS
 
 
 def has_no_meter_provider() -> bool:
-    """Whether the process has no SDK for metrics yet."""
+    """True if the process has no SDK for metrics yet."""
     # The stand-in before one is set has no public name, as the tracers' has; it is the API's own and not the no-op.
     provider = metrics.get_meter_provider()
     is_the_apis = type(provider).__module__.startswith("opentelemetry.metrics")

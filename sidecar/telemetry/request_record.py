@@ -105,7 +105,7 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 
     @property
     def is_refused_in_dry_run(self) -> bool:
-        """Whether it passed in `mode: observe`, and enforcing would have refused it."""
+        """True if it passed in `mode: observe`, and enforcing would have refused it."""
         return self.observed is not None and self.observed.verdict is Verdict.REFUSED
 
     @property
@@ -154,7 +154,7 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         return sum(engine_time_us(attempt.preempted) for attempt in self.lost if not attempt.preempted.is_unreached)
 
     def ran_at(self, at_us: int) -> bool:
-        """Whether it was at the engine then, in an attempt that was taken back: no one went ahead of it."""
+        """True if it was at the engine then, in an attempt that was taken back: no one went ahead of it."""
         # The pool admits the preempting request a moment before the preemption is reported.
         return any(attempt.admitted.at_us <= at_us < attempt.preempted.at_us - JITTER_US for attempt in self.lost)
 

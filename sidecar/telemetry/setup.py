@@ -175,7 +175,7 @@ def configure_from_environment(
 def prepare_from_environment(
     service_name: str = "admission-sidecar", scrape: MetricsEndpoint | None = None
 ) -> Callable[[], Shutdown]:
-    """The same in two steps: this raises for every mistake, and what it returns installs, where the process has no
+    """Prepares in two steps: this raises for every mistake, and what it returns installs, where the process has no
     provider by then.
     """
     asked = [(signal, names) for signal in _SIGNALS if (names := _exporter_names(signal, os.environ, scrape))]

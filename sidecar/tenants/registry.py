@@ -66,7 +66,7 @@ class StoredTenantsRegistry:
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._problem: str | None = None
-        self._heard_s: float | None = None
+        self._read_at_s: float | None = None
 
     @property
     def policy(self) -> Policy:
@@ -104,8 +104,8 @@ class StoredTenantsRegistry:
     def notices(self) -> Sequence[str]:
         """Problems for the operator: a store that does not answer, and tenants that are not in force."""
         found = []
-        if self._problem is not None and (self._heard_s is None or self._now_s() - self._heard_s > STALE_S):
-            known = "none is known" if self._heard_s is None else "those that were read last stay in force"
+        if self._problem is not None and (self._read_at_s is None or self._now_s() - self._read_at_s > STALE_S):
+            known = "none is known" if self._read_at_s is None else "those that were read last stay in force"
             found.append(f"the tenants in the store cannot be read, {known}: {self._problem}")
         unused = [f"tenant {name} in the store is not in force: {why}" for name, why in self._reasons().items()]
         found += unused[:_MOST_NOTICES]
@@ -144,13 +144,13 @@ class StoredTenantsRegistry:
         """The tenants of files and store whose names come after `after`, by name, `most` at most."""
         of_files = self._files_policy.named
         names = sorted(name for name in {*of_files, *self._records.texts()} if name > after)
-        return self._rows_of(names[:most])
+        return self._rows_named(names[:most])
 
-    def rows_of(self, name: str) -> Sequence[TenantRow]:
+    def rows_named(self, name: str) -> Sequence[TenantRow]:
         """The tenants of this name: none, the one in force, or that and another of the store."""
-        return self._rows_of([name])
+        return self._rows_named([name])
 
-    def _rows_of(self, names: Sequence[str]) -> Sequence[TenantRow]:
+    def _rows_named(self, names: Sequence[str]) -> Sequence[TenantRow]:
         # Once for all of them: there may be thousands, and requests wait meanwhile.
         of_files, reasons = self._files_policy.named, self._reasons()
         keys = Counter(tenant.name for tenant in self._files_policy.tenants.values())
@@ -158,7 +158,7 @@ class StoredTenantsRegistry:
         rows = []
         for name in names:
             if (tenant := of_files.get(name)) is not None:
-                rows.append(TenantRow(name, "file", keys[name], _record_of(tenant, tiers)))
+                rows.append(TenantRow(name, "file", keys[name], _new_record(tenant, tiers)))
             if (stored := self._stored.get(name)) is not None:
                 rows.append(_row(stored, reasons.get(name)))
             elif name in self._found:
@@ -190,14 +190,14 @@ class StoredTenantsRegistry:
                 found = await asyncio.to_thread(_read_all, texts, known, self._files_policy)
                 self._texts, self._found = texts, found
                 self._stored = {name: one for name, (_, one) in found.items() if isinstance(one, StoredTenant)}
-            is_first, self._heard_s = self._heard_s is None, self._now_s()
+            is_first, self._read_at_s = self._read_at_s is None, self._now_s()
             if texts is not before or is_first or is_reread:
                 self._apply()
             if changes := _changes(before, texts):
                 _log.info("tenants in the store, change %d: %s", self.version, changes, extra={"event": "tenants_read"})
 
     def _apply(self) -> None:
-        if self._heard_s is None:
+        if self._read_at_s is None:
             self._governed.change_policy(self._files_policy)
             return
         merged, unused = with_stored(self._files_policy, self._stored)
@@ -236,7 +236,7 @@ def _row(one: StoredTenant, unused: str | None) -> TenantRow:
     return TenantRow(one.tenant.name, "store", len(one.digests), record, unused)
 
 
-def _record_of(tenant: Tenant, tiers: Sequence[str]) -> Mapping[str, Any]:
+def _new_record(tenant: Tenant, tiers: Sequence[str]) -> Mapping[str, Any]:
     """A tenant of the files, with the keys that its file may have."""
     limits = {name: value for name, value in asdict(tenant.limits).items() if name != "burst_us" and value is not None}
     if limits:
@@ -247,7 +247,7 @@ def _record_of(tenant: Tenant, tiers: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _read_all(texts: Mapping[str, bytes], known: _Found, policy: Policy) -> _Found:
-    """What each text says. One that is known is not read again: a process keeps its tiers."""
+    """Records by their texts. One that is known is not read again: a process keeps its tiers."""
     found: dict[str, tuple[bytes, StoredTenant | InvalidTenant]] = {}
     for name, text in texts.items():
         if name in known and known[name][0] == text:
@@ -268,7 +268,7 @@ def _one_line(invalid: InvalidTenant) -> str:
 
 
 def _changes(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:
-    """What has changed, in one line of bounded length; empty where nothing has."""
+    """The changes, in one line of bounded length; empty where nothing has."""
     names = {
         "added": [name for name in after if name not in before],
         "changed": [name for name in after if name in before and before[name] != after[name]],

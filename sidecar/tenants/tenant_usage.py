@@ -77,7 +77,7 @@ class TenantUsage:
         self._has_newcomers = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
-        self._heard_s: float | None = None
+        self._read_at_s: float | None = None
         self._problem: str | None = None
         self._failing_since_s = 0.0
 
@@ -249,7 +249,7 @@ class TenantUsage:
                 await self._send(())
             self._newcomers.clear()
             await self._read_sums(self._asked())
-            if self._heard_s is None:  # the store's clock
+            if self._read_at_s is None:  # the store's clock
                 await self._send(())
             self._unread, self._problem = {}, None
 
@@ -261,14 +261,14 @@ class TenantUsage:
         day = self.today()
         recorded = await self._records.add(self._part_number if self._part else 0, self._part, day, tenants)
         self._part = []
-        self._heard_s = self._clock()
-        self._ahead_s = recorded.time_s - self._heard_s
+        self._read_at_s = self._clock()
+        self._ahead_s = recorded.time_s - self._read_at_s
         if day == self.today():
             self._sums.update(recorded.sums)
 
-    async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
-        """What all replicas have added of a day. Raises StoreError."""
-        return await self._records.of_day(day)
+    async def use_on(self, day: str) -> Mapping[UsageKey, UsageFigures]:
+        """Use of a day, as all replicas have added it up. Raises StoreError."""
+        return await self._records.use_on(day)
 
     def _asked(self) -> list[str]:
         """The tenants whose sums are read: those with budgets that had requests lately."""
@@ -286,7 +286,7 @@ class TenantUsage:
                 await self._try(self._read_newcomers)
 
     async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
-        """What the store does not answer is tried again later."""
+        """Tries the work, and again later what the store does not answer."""
         try:
             await work()
         except StoreError as silent:

@@ -44,7 +44,7 @@ class RedisUsage:
         except (ValueError, TypeError) as error:
             raise StoreError(f"the store's sums cannot be read: {error}") from None
 
-    async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
+    async def use_on(self, day: str) -> Mapping[UsageKey, UsageFigures]:
         """See `UsageRecords`."""
         found: dict[UsageKey, UsageFigures] = {}
         cursor = b"0"

@@ -10,7 +10,9 @@ MOST_AT_ONCE = 128
 
 
 class UsageKey(NamedTuple):
-    """What use is counted by. `day` is a date in UTC, such as 2026-11-24; `model` is empty where none was named."""
+    """Key by which use is counted. `day` is a date in UTC, such as 2026-11-24; `model` is empty where none was
+    named.
+    """
 
     day: str
     tenant: str
@@ -55,7 +57,7 @@ class UsageRecords(Protocol):
         `entries` and `tenants` are `MOST_AT_ONCE` at most; the sums are those of `day` and its month.
         """
 
-    async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
+    async def use_on(self, day: str) -> Mapping[UsageKey, UsageFigures]:
         """All that was counted of a day."""
 
     async def close(self) -> None:

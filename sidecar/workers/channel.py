@@ -1,4 +1,4 @@
-"""What the supervisor and a worker tell each other.
+"""Messages between the supervisor and a worker.
 
 A worker reports by one JSON object a line, through a pair of sockets. The worker's end of it has a second purpose: it
 closes when the supervisor is gone, however that ended. The supervisor sends signals: SIGTERM for an end in order, `CUT`
@@ -20,7 +20,7 @@ CUT = signal.SIGUSR1
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """What a worker is started with.
+    """Settings that a worker is started with.
 
     `pages` is the path of the socket of its admin pages, `listener` the descriptor of the clients' socket. A worker
     that `waits` listens when it can admit requests: others serve meanwhile, and one that listens gets its share of

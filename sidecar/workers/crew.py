@@ -65,7 +65,7 @@ class Crew:
             report_failure(task, partial(self._note_failure, worker.number))
 
     def serving(self) -> Sequence[WorkerProcess]:
-        """Those that listen."""
+        """Workers that listen."""
         return [worker for worker in self.workers if worker.is_serving]
 
     def reload(self) -> None:
@@ -108,7 +108,7 @@ class Crew:
 
     async def _keep(self, worker: WorkerProcess) -> None:
         """Runs one worker, again and again."""
-        settings, environment = self._settings, environment_of(self._environment, worker.number)
+        settings, environment = self._settings, environment_for(self._environment, worker.number)
         while not self.ending.is_set():
             listener, waits = self._listener(), bool(self.serving())
             begin = Begin(worker.number, settings, self._log, worker.socket, listener.fileno(), waits)
@@ -145,7 +145,7 @@ class Crew:
             self.all_serving.set()
 
 
-def environment_of(environment: Mapping[str, str], number: int) -> dict[str, str]:
+def environment_for(environment: Mapping[str, str], number: int) -> dict[str, str]:
     """A worker's variables: an instance that they name gets the worker's number.
 
     A backend adds up what it gets from processes that it takes for one.

@@ -75,7 +75,7 @@ def _tiers(pool: Document) -> Sequence[str]:
 
 
 def _own(answer: Document) -> Document:
-    """What a worker's row has of its own answer."""
+    """Fields of a worker's own answer that its row has."""
     own = {name: answer[name] for name in ("under_way", "draining", *_OF_A_PROCESS) if name in answer}
     if "store" in answer.get("pool", ()):
         own["store"] = answer["pool"]["store"]

@@ -52,25 +52,35 @@ class Series(NamedTuple):
 
 
 class WorkersMetrics:
-    """The sum. It remembers each process's last metrics: those of one that is silent still count."""
+    """The sum. It remembers each process's last metrics: those of one that is silent still count.
+
+    `_seen` is how far each process is in the counts that all see, on top of what was counted before it came.
+    """
 
     def __init__(self) -> None:
         self._latest: dict[int, dict[Series, Sample]] = {}
         self._counted: dict[Series, float] = defaultdict(float)
+        self._seen: dict[int, dict[Series, float]] = defaultdict(dict)
         self._families: dict[str, Metric] = {}
 
     def note(self, answers: Mapping[int, str], running: Sequence[int | None]) -> None:
         """The processes with these ids have answered, in the format `OPEN_METRICS`; no others are `running`."""
-        increments: dict[Series, list[float]] = defaultdict(list)
+        counted = dict(self._counted)
         for pid, text in answers.items():
             before, self._latest[pid] = self._latest.get(pid, {}), self._read(text)
             for series, sample in self._latest[pid].items():
-                if self._is_counted(series):
-                    increments[series].append(sample.value - (before[series].value if series in before else 0.0))
-        for series, more in increments.items():
-            is_seen = any(series.family.startswith(name) for name in SEEN)
-            self._counted[series] += max(more) if is_seen else sum(more)
-        self._latest = {pid: samples for pid, samples in self._latest.items() if pid in running}
+                if not self._is_counted(series):
+                    continue
+                more = sample.value - (before[series].value if series in before else 0.0)
+                if any(series.family.startswith(name) for name in SEEN):  # not all see it before the same scrape
+                    own = self._seen[pid]
+                    own[series] = own.get(series, counted.get(series, 0.0)) + more
+                    self._counted[series] = max(self._counted[series], own[series])
+                else:
+                    self._counted[series] += more
+        for of_each in (self._latest, self._seen):
+            for pid in [pid for pid in of_each if pid not in running]:
+                del of_each[pid]
 
     def text(self, accept: str | None, *, serving: int, restarts: int) -> tuple[bytes, str]:
         """All metrics, in the format that the Accept header asks for, and its content type."""
@@ -109,7 +119,7 @@ class WorkersMetrics:
         return max(values)
 
     def _is_lost(self, pool: str) -> bool:
-        """Whether all processes admit to this pool without its store."""
+        """True if all processes admit to this pool without its store."""
         available = Series(_STORE_AVAILABLE, _STORE_AVAILABLE, ((_POOL, pool),))
         return all(available in samples and samples[available].value == 0 for samples in self._latest.values())
 

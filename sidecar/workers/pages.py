@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from sidecar.admin.answers import FRESH, refused
 from sidecar.admission.engine_pages import fetch_page
 from sidecar.engines.pages import Page, Unread
-from sidecar.errors import EngineUnreachable, ResponseCut
+from sidecar.errors import AdmissionError, EngineUnreachable, ResponseCut
 from sidecar.handover import INTERNAL_REQUEST
 from sidecar.workers.channel import WorkerState
 from sidecar.workers.crew import Crew
@@ -118,7 +118,9 @@ class WorkerPages:
             await worker.pages({**request.scope, "extensions": {INTERNAL_REQUEST: {}}}, request.receive, send)
         except EngineUnreachable:  # it has just ended
             await _no_worker()(request.scope, request.receive, send)
-        except ResponseCut:  # the same; a live page connects again
+        except AdmissionError as error:  # it cannot be relayed
+            await refused(error.status, error.code, error.message)(request.scope, request.receive, send)
+        except ResponseCut:  # the worker has ended; a live page connects again
             await send({"type": "http.response.body", "body": b""})
 
     async def _one_for(self, request: Request) -> WorkerProcess | None:

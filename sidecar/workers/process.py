@@ -55,7 +55,7 @@ class WorkerProcess:
 
     @property
     def is_serving(self) -> bool:
-        """Whether it listens."""
+        """True if it listens."""
         return self.state is WorkerState.SERVING
 
     @property

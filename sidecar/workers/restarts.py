@@ -31,7 +31,7 @@ class Restarts:
         return PAUSES_S[self._in_a_row - 1]
 
     def pause_again_s(self) -> float:
-        """The same for a start that may be repeated for as long as it takes."""
+        """Pause before a start that may be repeated for as long as it takes."""
         self.total += 1
         return PAUSES_S[-1]
 

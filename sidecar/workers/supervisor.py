@@ -16,13 +16,13 @@ from sidecar.admin.auth import Access, AdminGuard
 from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE
 from sidecar.server import CannotServe
-from sidecar.server.certificate import certificate_of
-from sidecar.server.listeners import address_of, listening, sharing
+from sidecar.server.certificate import new_certificate
+from sidecar.server.listeners import listening, sharing, socket_address
 from sidecar.server.server import Signals, refuse_own_addresses, serving_pages, wait_first
-from sidecar.serving import ServeSettings, proxy_of, upstreams
-from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store
+from sidecar.serving import ServeSettings, new_proxy, upstreams
+from sidecar.stores import find_store, new_records, refuse_uncounted_budgets, takes_over_a_store
 from sidecar.telemetry.logs.setup import LogSettings
-from sidecar.unix_address import MOST_BYTES, path_of
+from sidecar.unix_address import MOST_BYTES, socket_path
 from sidecar.workers.crew import Crew
 from sidecar.workers.own_store import OwnStore
 from sidecar.workers.pages import WorkerPages
@@ -31,7 +31,7 @@ _LONGEST_NAME = "worker-64.sock"
 
 
 class WorkersPlan(NamedTuple):
-    """What to serve, by how many `workers`. `access` is that of the admin port."""
+    """App to serve, and the number of `workers`. `access` is that of the admin port."""
 
     settings: ServeSettings
     workers: int
@@ -76,8 +76,8 @@ async def supervise(plan: WorkersPlan, announce: Callable[[str], None]) -> None:
             crew.start()
             await wait_first(crew.all_serving.wait(), crew.failed.wait(), signals.first.wait())
             if crew.all_serving.is_set():
-                announce(f"sidecar: proxy on {address_of(clients, has_tls=settings.tls_cert is not None)}")
-                announce(f"sidecar: admin on {address_of(admin)}")
+                announce(f"sidecar: proxy on {socket_address(clients, has_tls=settings.tls_cert is not None)}")
+                announce(f"sidecar: admin on {socket_address(admin)}")
                 kept = "the store" if has_store else "a Valkey of their own"
                 do = "pass every request" if plan.policy.is_bare else f"share one pool in {kept}"
                 announce(f"sidecar: {plan.workers} workers {do}")
@@ -88,11 +88,11 @@ async def supervise(plan: WorkersPlan, announce: Callable[[str], None]) -> None:
 
 
 def _check(plan: WorkersPlan) -> bool:
-    """Whether the settings name a store. Raises ValueError for settings that no worker could begin with."""
-    proxy_of(plan.settings.upstream, plan.policy)
-    certificate_of(plan.settings.tls_cert, plan.settings.tls_key)
-    store = store_of(plan.policy, os.environ)
-    records_of(plan.policy, os.environ)
+    """True if the settings name a store. Raises ValueError for settings that no worker could begin with."""
+    new_proxy(plan.settings.upstream, plan.policy)
+    new_certificate(plan.settings.tls_cert, plan.settings.tls_key)
+    store = find_store(plan.policy, os.environ)
+    new_records(plan.policy, os.environ)
     refuse_uncounted_budgets(plan.policy, os.environ)
     takes_over_a_store(os.environ, store, takes_over=plan.settings.takes_over_pool)
     return store is not None
@@ -122,7 +122,7 @@ def _reserved(host: str, port: int) -> Iterator[tuple[socket.socket, Callable[[]
     Unix sockets are not divided: the workers accept on this one. Raises CannotServe where another process has it.
     """
     with listening(host, port) as bound:
-        if path_of(host) is not None:
+        if socket_path(host) is not None:
             yield bound, bound.dup
             return
     # Only now: a socket that shares its port would be bound beside those of another command with workers.

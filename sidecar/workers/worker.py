@@ -23,7 +23,7 @@ import msgspec
 from sidecar.policy.passing import load_or_pass
 from sidecar.policy.problems import PolicyError
 from sidecar.server import CannotServe
-from sidecar.server.certificate import certificate_of
+from sidecar.server.certificate import new_certificate
 from sidecar.server.server import End, Served, run, serve_on
 from sidecar.serving import Serving
 from sidecar.tasks import is_set_within
@@ -89,7 +89,7 @@ async def _serve_shared(begin: Begin, serving: Serving, channel: socket.socket) 
             grace_s=begin.settings.grace_s,
             before_listening=until_ready,
             on_ready=lambda: end.report(WorkerState.SERVING),
-            certificate=certificate_of(begin.settings.tls_cert, begin.settings.tls_key),
+            certificate=new_certificate(begin.settings.tls_cert, begin.settings.tls_key),
         )
 
 

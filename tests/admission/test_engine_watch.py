@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.engines import Engine, TensorRtLlm, Vllm
@@ -194,6 +195,18 @@ async def test_an_unknown_engine_is_no_mismatch_of_none(tmp_path: Path) -> None:
     port = free_port()
     async with engine(port), watch_of(tmp_path, port, "none") as (watch, _):
         assert (watch.state, watch.notices()) == (EngineState.UP, ())
+
+
+@pytest.mark.parametrize(("kind", "is_news"), [("vllm", True), ("none", False)])
+async def test_an_app_that_names_no_engine_is_news_where_the_policy_names_one(
+    kind: str, is_news: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY.format(engine=kind))
+    with caplog.at_level("INFO", "sidecar.engine"):
+        async with serving(AdmissionMiddleware(Starlette(), path)):
+            said = "the app in this process names no engine; the policy's vllm is used"
+            assert [one.message for one in caplog.records if "names no engine" in one.message] == [said] * is_news
 
 
 async def test_metrics_that_are_read_once_only_are_not_read(tmp_path: Path) -> None:

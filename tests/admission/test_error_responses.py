@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.admission.responses import send_error, speaks_anthropic
+from sidecar.admission.responses import send_error
 from sidecar.errors import (
     AdmissionError,
     BodyTimeout,
@@ -53,14 +53,6 @@ async def test_an_openai_client_gets_its_error_object() -> None:
     }
 
 
-async def test_an_anthropic_client_gets_its_own_error_object_with_our_code() -> None:
-    _, _, body = await sent(QueueFull("full"), anthropic=True)
-    assert body == {
-        "type": "error",
-        "error": {"type": "overloaded_error", "message": "full", "code": "queue_full"},
-    }
-
-
 def of(error: AdmissionError, *, never_fits: bool = False) -> AdmissionError:
     error.never_fits = never_fits
     return error
@@ -94,11 +86,3 @@ async def test_a_401_says_how_to_authenticate() -> None:
     _, headers, body = await sent(InvalidApiKey("no such key"))
     assert headers[b"www-authenticate"] == b"Bearer"
     assert body["error"]["type"] == "authentication_error"
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [("/v1/messages", True), ("/v1/messages/count_tokens", True), ("/v1/chat/completions", False), ("/", False)],
-)
-def test_anthropic_paths_are_known(path: str, expected: bool) -> None:
-    assert speaks_anthropic(path) is expected

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from sidecar.admission.event_reporter import reporter_of
+from sidecar.admission.event_reporter import new_reporter
 from sidecar.events import Classified, FirstByte, Received
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
@@ -46,7 +46,7 @@ async def test_a_process_that_was_held_up_as_a_request_came_does_not_shift_its_t
     observer = SimpleNamespace(follows=lambda: True, received=begun.append)
     scope = {"method": "POST", "path": "/v1/chat/completions", "headers": []}
     before_ns = time.time_ns()
-    reporter_of(observer, scope, "r", now_us() - held_up_us, now_us, None)  # type: ignore[arg-type]
+    new_reporter(observer, scope, "r", now_us() - held_up_us, now_us, None)  # type: ignore[arg-type]
     (received,) = begun
     assert before_ns - 1000 <= received.wall_ns + held_up_us * 1000 <= time.time_ns()
 

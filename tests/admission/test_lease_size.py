@@ -116,7 +116,7 @@ async def test_fifty_answers_size_the_next_request() -> None:
     expected = stand.expect()
     assert expected.tokens == 100 + 48
     assert expected.most == 4196
-    said = expected.said(decode(Api.CHAT, b'{"messages": [{"role": "user", "content": "x"}]}'))
+    said = expected.expectation(decode(Api.CHAT, b'{"messages": [{"role": "user", "content": "x"}]}'))
     assert (said.source, said.samples, said.output_tokens, said.most_tokens) == ("own", 50, 48, 4196)
     assert (said.prompt_tokens, said.bucket) == (100, "max 4k")
 

@@ -431,17 +431,3 @@ async def test_a_server_that_is_stopped_leaves_nothing() -> None:
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
-
-
-@pytest.mark.parametrize("forgotten", ["_end", "_settle"])
-async def test_a_sidecar_that_forgets_would_be_caught(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RequestHandler, forgotten, lambda *_: None)
-    app = App(is_held=True)
-    guarded = Guarded(app, NARROW)
-    guarded.patience_s = 0.05
-    tasks = [Caller(guarded.sidecar, SMALL).begin() for _ in range(2)]
-    await guarded.until(leases=1, waiting=1)
-    for task in reversed(tasks):
-        await canceled(task)
-    with pytest.raises(AssertionError):
-        await guarded.nothing_left()

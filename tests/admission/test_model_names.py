@@ -25,24 +25,24 @@ def names(**models: tuple[str, ...]) -> ModelNames:
 
 def test_names_and_aliases_are_compared_as_they_are() -> None:
     found = names(m=("em", "Em"), n=())
-    assert [found.model_of(name, b"{}") for name in ("m", "em", "Em", "n")] == ["m", "m", "m", "n"]
+    assert [found.model_for(name, b"{}") for name in ("m", "em", "Em", "n")] == ["m", "m", "m", "n"]
     for name in ("M", "m ", " m", "\uff4d", "m\u200b", "em\u0301", "EM"):
         with pytest.raises(ModelNotFound):
-            found.model_of(name, b"{}")
+            found.model_for(name, b"{}")
 
 
 def test_an_error_lists_the_first_models_only() -> None:
     found = names(**{f"m{number}": () for number in range(MOST_NAMED + 5)})
     with pytest.raises(ModelNotFound, match=rf"send one of m0, .*, m{MOST_NAMED - 1} and 5 more \(GET /v1/models"):
-        found.model_of("x", b"{}")
+        found.model_for("x", b"{}")
     with pytest.raises(InvalidBody, match=r"missing; send one of m0, .* and 5 more"):
-        found.model_of(None, b"{}")
+        found.model_for(None, b"{}")
 
 
 @pytest.mark.parametrize("name", ["x" * 2**20, "sk-" + "a" * 64, "line\nbreak\x1b[31m", "\u202eevil"])
 def test_a_clients_name_is_shown_on_a_short_line(name: str) -> None:
     with pytest.raises(ModelNotFound) as refused:
-        names(m=(), n=()).model_of(name, b"{}")
+        names(m=(), n=()).model_for(name, b"{}")
     assert len(refused.value.message) < 130
     assert refused.value.message.isprintable()
 
@@ -68,19 +68,19 @@ def test_a_body_names_its_model_once(body: str, is_twice: bool) -> None:
     found = names(m=(), n=())
     if is_twice:
         with pytest.raises(InvalidBody, match="given twice"):
-            found.model_of("m", body.encode())
+            found.model_for("m", body.encode())
     else:
-        assert found.model_of("m", body.encode()) == "m"
+        assert found.model_for("m", body.encode()) == "m"
 
 
 def test_the_pool_is_chosen_by_the_model_that_was_decoded() -> None:
     body = msgspec.json.encode({"model": "em", "messages": [{"role": "user", "content": "x"}]})
-    assert names(m=("em",), n=()).model_of(decode(Api.CHAT, body).model, body) == "m"
+    assert names(m=("em",), n=()).model_for(decode(Api.CHAT, body).model, body) == "m"
 
 
 def test_a_long_body_is_looked_through_quickly() -> None:
     turn = '{"role": "model", "content": "say \\"model\\": \\u00e9"}, '
     body = ('{"model": "m", "messages": [' + turn * 100_000 + "{}]}").encode()
     began_s = time.process_time()
-    assert names(m=(), n=()).model_of("m", body) == "m"
+    assert names(m=(), n=()).model_for("m", body) == "m"
     assert time.process_time() - began_s < 1

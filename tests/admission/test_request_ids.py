@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -54,17 +53,6 @@ async def test_refused_messages_have_it_as_well() -> None:
         refused = await guarded.ask(body, "x-api-key: sk-no-one", path="/v1/messages")
     assert refused.status == 401
     assert refused.json["request_id"] == refused.headers["request-id"] == refused.headers["x-request-id"]
-
-
-@pytest.mark.long
-async def test_an_anthropic_client_reads_the_id_of_a_refused_request(anthropic: ModuleType) -> None:
-    async with guarding(Engine()) as guarded:
-        url = f"http://127.0.0.1:{guarded.port}"
-        async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-no-one", max_retries=0) as client:
-            with pytest.raises(anthropic.AuthenticationError) as refused:
-                await client.messages.create(model="m", messages=MESSAGES, max_tokens=5)
-    body: Any = refused.value.body
-    assert refused.value.request_id == refused.value.response.headers["x-request-id"] == body["request_id"]
 
 
 async def test_an_engines_own_id_of_a_message_stays() -> None:

@@ -171,7 +171,7 @@ async def test_a_prompt_that_cannot_be_sized_holds_the_most_that_its_tier_allows
 
 async def test_a_prompt_that_cannot_be_sized_holds_its_estimate_where_tokens_are_unbounded() -> None:
     holding = policy("unsized: hold\n")
-    async with guarding(App(), replace(holding, rules=holding.rules_of(None, 4))) as guarded:
+    async with guarding(App(), replace(holding, rules=holding.rules_for(None, 4))) as guarded:
         assert (await guarded.ask(CONTINUED, path=RESPONSES)).status == 200
     assert held(guarded) < 100
 

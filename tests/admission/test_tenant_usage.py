@@ -98,7 +98,7 @@ class OfLedger:
     async def add(self, part: int, entries: Any, day: str, tenants: Sequence[str]) -> Recorded:
         return self._ledger.add(self, part, list(entries), day, tenants)
 
-    async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
+    async def use_on(self, day: str) -> Mapping[UsageKey, UsageFigures]:
         if self._ledger.is_away:
             raise StoreError("away")
         return {name: figures for name, figures in self._ledger.entries.items() if name.day == day}
@@ -224,7 +224,7 @@ async def compare(server: RedisServer, parts: list[Any]) -> None:
         found = await replicas[at].add(part, entries if part else [], "2026-11-30", ["acme", "bulk", "other"])
         assert found.sums == expected.sums
     for day in ("2026-11-29", "2026-11-30", "2026-12-01"):
-        assert await replicas[0].of_day(day) == {name: one for name, one in ledger.entries.items() if name.day == day}
+        assert await replicas[0].use_on(day) == {name: one for name, one in ledger.entries.items() if name.day == day}
     for one in replicas:
         await one.close()
 
@@ -234,9 +234,9 @@ async def test_a_day_of_many_entries_is_read_in_pages(store: RedisServer) -> Non
     entries = [(UsageKey("2026-11-30", f"t{n}", "normal", "m"), UsageFigures(1, n, 0)) for n in range(3_000)]
     for part in range(30):
         await records.add(part + 1, entries[100 * part : 100 * part + 100], "2026-11-30", [])
-    assert await records.of_day("2026-11-30") == dict(entries)
+    assert await records.use_on("2026-11-30") == dict(entries)
     store.command("HSET", "admission:usage:{p}:2026-11-30", "another program's", "1", "a\tb\tc", "x y z")
-    assert await records.of_day("2026-11-30") == dict(entries)
+    assert await records.use_on("2026-11-30") == dict(entries)
     kept_s = store.command("TTL", "admission:usage:{p}:2026-11-30")
     assert 62 * DAY_S < kept_s <= 63 * DAY_S
     await records.close()
@@ -250,7 +250,7 @@ async def test_a_sum_that_someone_spoiled_makes_no_other_tenant_pay_twice(store:
     store.command("HSET", key, "bulk", "a few")
     for _ in range(3):
         await records.add(1, entries, "2026-11-30", [])
-    assert await records.of_day("2026-11-30") == dict(entries)
+    assert await records.use_on("2026-11-30") == dict(entries)
     assert (await records.add(0, [], "2026-11-30", ["acme", "bulk"])).sums == {"acme": (7, 7), "bulk": (7, 7)}
     store.command("SET", key, "of another type")
     for _ in range(3):
@@ -258,7 +258,7 @@ async def test_a_sum_that_someone_spoiled_makes_no_other_tenant_pay_twice(store:
             await records.add(2, entries, "2026-11-30", ["bulk"])
     store.command("DEL", key)
     await records.add(2, entries, "2026-11-30", [])
-    assert (await records.of_day("2026-11-30"))[entries[0][0]] in (UsageFigures(1, 5, 2), UsageFigures(2, 10, 4))
+    assert (await records.use_on("2026-11-30"))[entries[0][0]] in (UsageFigures(1, 5, 2), UsageFigures(2, 10, 4))
     await records.close()
 
 
@@ -284,7 +284,7 @@ async def test_an_answer_that_is_lost_on_the_way_from_the_real_store(
         usage.add("acme", "normal", "m", 1, 0)
     assert len(lost) == 3
     await usage.flush()
-    (found,) = (await usage.of_day(usage.today())).items()
+    (found,) = (await usage.use_on(usage.today())).items()
     assert found[1].input_tokens - found[1].requests == 7 - 1
     assert found[1].output_tokens == 5
     await records.close()

@@ -11,13 +11,11 @@ import pytest
 
 from benchmarks.adversary import batch_sizes, bounds, disconnects, largest, overtaking, prompts, store, tenants
 from benchmarks.adversary.__main__ import ATTACKS, play
-from benchmarks.adversary.dead_replica import divided, longest_ms
-from benchmarks.adversary.engine import Engine, prompt_tokens
-from benchmarks.adversary.estimates import ratio
+from benchmarks.adversary.dead_replica import divided
+from benchmarks.adversary.engine import Engine
 from benchmarks.adversary.policies import BATCH, LOW, preempting, shipped
-from benchmarks.adversary.report import at_least, at_most
 from benchmarks.adversary.serving import Held
-from benchmarks.adversary.simulation import Overfilled, Request, Simulation, mean_of_steps, us
+from benchmarks.adversary.simulation import Overfilled, Request, Simulation, us
 from benchmarks.decisions import Decided
 from sidecar.events import StoreState
 from sidecar.policy.rules import Shares, pool_rules
@@ -70,20 +68,6 @@ def admits_everything() -> Any:
 
 def admits_nothing() -> Any:
     return OneQueue(0)
-
-
-def test_a_mean_over_time_counts_each_value_for_as_long_as_it_lasted():
-    steps = [(0, 0.0), (10, 1.0), (30, 0.5)]
-    assert mean_of_steps(steps, 0, 40) == pytest.approx((20 * 1.0 + 10 * 0.5) / 40)
-    assert mean_of_steps(steps, 20, 30) == 1.0
-    assert mean_of_steps(steps, 35, 45) == 0.5
-
-
-def test_figures_at_their_limit_are_as_asked():
-    assert at_most("a", 2.0, 2.0).holds
-    assert not at_most("a", 2.01, 2.0).holds
-    assert at_least("a", 0.9, 0.9).holds
-    assert not at_least("a", 0.89, 0.9).holds
 
 
 def test_a_simulated_request_waits_is_admitted_and_ends():
@@ -159,13 +143,6 @@ def test_an_engine_that_was_never_full_was_not_attacked(peak: int, holds: bool):
     assert store.judged("", [1, peak + store.PLACES - disconnects.PLACES]).holds is holds
 
 
-def test_the_engine_counts_all_that_a_model_reads():
-    assert prompt_tokens({"messages": [{"role": "user", "content": "0123 word"}]}) == 4
-    assert prompt_tokens({"messages": [{"role": "user", "content": " " * 1_000}]}) == 1
-    assert prompt_tokens({"prompt": [1, 2, 3], "input_ids": [4, 5], "max_tokens": 100}) == 5
-    assert prompt_tokens({"documents": [{"text": "0123456789"}]}) == 5
-
-
 @pytest.mark.parametrize(
     ("held", "is_held"),
     [(Held(3_000, 1), True), (Held(2_999, 1), False), (Held(refused=400), True), (Held(refused=502), False)],
@@ -174,31 +151,11 @@ def test_a_shape_is_held_in_full_or_refused(held: Held, is_held: bool):
     assert prompts.SHAPES[0].is_held(held) is is_held
 
 
-def test_the_least_of_all_engines_counts():
-    found = prompts.Found(prompts.SHAPES[0], {"vllm": Held(3_100, 1), "sglang": Held(16, 1), "none": Held(refused=400)})
-    assert found.line().holds is False
-    assert found.line().figure == "16 in 1, 1 engines refuse"
-    assert prompts.summary([found]).holds is False
-    assert prompts.Found(prompts.SHAPES[0], {"vllm": Held(3_000, 1)}).line().holds
-
-
-def test_an_estimate_that_falls_is_as_bad_as_one_that_rises():
-    assert ratio(Held(1_000, 1), Held(2_000, 1)) == ratio(Held(2_000, 1), Held(1_000, 1)) == 2.0
-    with pytest.raises(RuntimeError, match="refused"):
-        ratio(Held(1_000, 1), Held(refused=400))
-
-
 def test_the_time_divided_lasts_until_the_last_one_is_back():
     lost, back = StoreState.DIVIDED, StoreState.SHARED
     assert divided([], 9.0) == (0, 0.0)
     assert divided([(1.0, lost), (2.0, lost), (3.0, back), (5.0, back)], 9.0) == (2, 4.0)
     assert divided([(1.0, lost), (2.0, lost), (3.0, back)], 9.0) == (2, 8.0)
-
-
-def test_only_scripts_count_as_long_scripts():
-    entries = [[1, 0, 25_000, ["FCALL", "x"]], [2, 0, 90_000, ["FLUSHALL"]]]
-    assert longest_ms(entries) == 25.0
-    assert longest_ms([]) == 0.0
 
 
 async def _breaks():

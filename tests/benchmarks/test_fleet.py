@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +15,10 @@ from benchmarks.fleet import engines as emulated
 from benchmarks.fleet.engines import EngineFigures
 from benchmarks.fleet.load import load, tokens_of
 from benchmarks.fleet.runs import Figures, Run, through, work_of
-from benchmarks.fleet.scenarios import SCENARIOS, cost, killed, replicas, rolling, slow, storm
+from benchmarks.fleet.scenarios import SCENARIOS, cost, killed, rolling, storm
 from benchmarks.fleet.setting import Setting
 from benchmarks.fleet.verdict import Verdict, summary
 from benchmarks.fleet_routers import RULES
-from sidecar.policy.compiler import load as load_policy
 from sidecar.tools.loadgen import Planned, Seen
 from tests.support.each import each
 
@@ -64,12 +59,6 @@ def test_a_load_is_the_same_for_a_seed_and_another_for_another(setting: Setting)
     other = load(replace(setting, seed=2))
     assert [one.at_s for one in other] != [one.at_s for one in load(setting)]
     assert not {one.body for one in other} & {one.body for one in load(setting)}
-
-
-def test_times_are_divided_by_the_rate_and_the_compression(setting: Setting) -> None:
-    """Ten moments of the trace, three seconds apart, each spread over the next three."""
-    last_s = max(one.at_s for one in load(setting))
-    assert 27 / (2.0 * 8) - 1 <= last_s <= 30 / (2.0 * 8)
 
 
 def seen(ttft_s: float | None, *, sent_s: float = 0.0, cached: int = 0, error: str | None = None) -> Seen:
@@ -195,25 +184,10 @@ def test_an_answer_that_says_it_is_complete_and_is_too_short_was_cut() -> None:
     assert not rolling.is_cut(replace(seen(None, error="502"), output_tokens=0))
 
 
-def test_tiers_are_dealt_out_and_the_ingress_is_skewed() -> None:
-    chance = random.Random(1)
-    high = sum(slow.tiers(chance)[0] == "high" for _ in range(2_000))
-    assert 340 <= high <= 460
-    to_second = sum(replicas._ingress("high", chance) for _ in range(2_000))
-    assert 1_540 <= to_second <= 1_660
-    to_second = sum(replicas._ingress("batch", chance) for _ in range(2_000))
-    assert 340 <= to_second <= 460
-
-
 def test_the_cost_of_sixteen_engines_is_judged() -> None:
     assert [verdict.is_met for verdict in cost.judge({0: 100.0, 1: 100.0, 16: 129.0})] == [True, True]
     assert [verdict.is_met for verdict in cost.judge({0: 90.0, 1: 100.0, 16: 129.0})] == [True, False]
     assert [verdict.is_met for verdict in cost.judge({0: 100.0, 1: 90.0, 16: 129.0})] == [False, True]
-
-
-def test_the_policy_before_a_fleet_is_one(tmp_path: Path) -> None:
-    (tmp_path / "policy.yaml").write_text(cost.UPSTREAM_POLICY)
-    assert load_policy(tmp_path).tiers[0].name == "normal"
 
 
 def test_a_run_through_real_processes_counts_the_same_hits_as_its_engines(setting: Setting) -> None:
@@ -255,62 +229,6 @@ def test_the_sidecars_own_scheduler_runs_in_virtual_time(setting: Setting) -> No
     assert run.failed == 0
     assert max(each.most_tokens for each in run.engines) <= setting.engine_tokens
     assert run.figures.hit_rate > virtual.play("round-robin", setting).figures.hit_rate
-
-
-def test_two_routers_get_the_requests_that_they_are_meant_to(setting: Setting) -> None:
-    requests = load(setting)
-    to = [number % 2 for number in range(len(requests))]
-    with (
-        emulated.running(setting) as engines,
-        started("round-robin", engines, setting) as one,
-        started("round-robin", engines, setting) as other,
-    ):
-        run = asyncio.run(through([one, other], engines, requests, setting, to=to))
-    assert [each.url_index for each in run.seen] == to
-    assert run.failed == 0
-
-
-def test_an_engine_that_is_killed_comes_back_empty_on_its_port(setting: Setting) -> None:
-    with emulated.running(setting) as engines:
-        engine = engines[1]
-        before = engine.process
-        engine.kill()
-        until_gone(engine)
-        engine.start_again()
-        assert engine.answers
-        assert engine.process != before
-        assert engine.page()["process"] == engine.process
-        engine.set_faults({"kind": "refuse"})
-        engine.kill(signal.SIGTERM)
-        until_gone(engine)
-        engine.start_again()
-        assert engine.page("/_emulator/faults")["active"] == []
-    assert not engine.answers
-
-
-def until_gone(engine: emulated.Engine) -> None:
-    for _ in range(500):
-        if not engine.answers:
-            return
-        subprocess.run(["sleep", "0.02"], check=True)
-    raise AssertionError("it answers on")
-
-
-def test_any_other_program_can_be_a_router(setting: Setting) -> None:
-    command = f"{sys.executable} -m benchmarks.fleet_routers --rule least-requests --port {{port}} {{engines}}"
-    with emulated.running(setting) as engines, started(f"mine={command}", engines, setting) as router:
-        run = asyncio.run(through([router], engines, load(setting)[:20], setting))
-    assert router.name == "mine"
-    assert run.failed == 0
-
-
-def test_a_router_that_does_not_start_is_named(setting: Setting) -> None:
-    with emulated.running(setting) as engines:
-        with pytest.raises(routers.NotStarted, match="bad did not start"), started("bad=false", engines, setting):
-            pass
-        named = "nothing is no router; there are round-robin"
-        with pytest.raises(routers.NotStarted, match=named), started("nothing", engines, setting):
-            pass
 
 
 def test_every_scenario_has_a_row_in_the_documentation() -> None:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import signal
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fleet_routers import RULES
-from benchmarks.fleet_routers.cache_aware import CacheAware, RadixTree, shared_prefix
+from benchmarks.fleet_routers.cache_aware import CacheAware, RadixTree
 from benchmarks.fleet_routers.least_uncached_work import LeastUncachedWork
 from benchmarks.fleet_routers.lmetric import LMetric
 from benchmarks.fleet_routers.prefix_blocks import BLOCK_TOKENS, BYTES_PER_TOKEN, PrefixBlocks, block_hashes
 from benchmarks.fleet_routers.rule import Request, Rule
-from benchmarks.processes import addresses, command
 from tests.support.each import each
 
 pytestmark = pytest.mark.long
@@ -95,11 +88,6 @@ def test_the_radix_tree_matches_as_a_list_of_all_prompts_does(known: Sequence[tu
     assert owner_found == first
 
 
-@given(SMALL_TEXTS, SMALL_TEXTS, st.integers(0, 12))
-def test_a_shared_prefix_is_as_long_as_byte_by_byte(known: bytes, text: bytes, at: int) -> None:
-    assert shared_prefix(known, text, min(at, len(text))) == common(known, text[at:])
-
-
 def common(one: bytes, other: bytes) -> int:
     """How many bytes both begin with, byte by byte."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
@@ -137,14 +125,6 @@ def test_cache_aware_gives_up_affinity_where_both_thresholds_are_passed(loads: l
     assert served(rule, prompt("a", "b")) == 0
     rule.requests = list(loads)
     assert rule.choose(prompt("a", "b", "c")) == (0 if is_balanced else 1)
-
-
-def test_what_was_sent_by_load_is_known_at_its_engine_afterwards() -> None:
-    rule = CacheAware(ENGINES, 1)
-    rule.requests = [100, 0, 100]
-    assert served(rule, prompt("n")) == 1
-    rule.requests = [0, 9, 0]
-    assert rule.choose(prompt("n")) == 1
 
 
 def test_least_uncached_work_weighs_prefill_and_held_blocks_against_a_hit() -> None:
@@ -195,49 +175,3 @@ def test_block_hashes_are_equal_as_far_as_the_prompts_are(one: bytes, other: byt
     shared = common(one, other) // BLOCK
     pairs = zip(block_hashes(one), block_hashes(other), strict=False)
     assert sum(1 for left, right in pairs if left == right) == shared
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[tuple[str, str]]:
-    flags = ["--engine", "vllm", "--port", "0", "--step-ms", "1", "--max-num-seqs", "8"]
-    with command("emulate", *flags) as (first,), command("emulate", *flags) as (second,):
-        yield first, second
-
-
-@each("name", RULES)
-@pytest.mark.soak
-def test_a_router_passes_streams_through_and_its_counts_end_at_nothing(name: str, engines: tuple[str, str]) -> None:
-    before = finished(engines)
-    line = [sys.executable, "-m", "benchmarks.fleet_routers", "--rule", name, *engines]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as router:
-        try:
-            (url,) = addresses(router, 1)
-            for number in range(6):
-                assert answer(url, f"{number} " * 40).endswith("data: [DONE]")
-            assert page(f"{url}/_router") == {"requests": [0, 0]}
-            served_by = [now - then for now, then in zip(finished(engines), before, strict=True)]
-            assert sum(served_by) == 6
-            if name in ("round-robin", "least-requests"):
-                assert served_by == [3, 3]
-        finally:
-            router.send_signal(signal.SIGTERM)
-            assert router.wait(60) == 0
-
-
-def finished(engines: tuple[str, str]) -> list[int]:
-    return [page(f"{engine}/_emulator")["counts"]["finished"] for engine in engines]
-
-
-def answer(url: str, text: str) -> str:
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 5, "stream": True}
-    asked = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(asked, timeout=30) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        return str(response.read().decode().strip())
-
-
-def page(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=30) as response:
-        return json.load(response)

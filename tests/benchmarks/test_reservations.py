@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from benchmarks.reservations import literal, loads
 from benchmarks.reservations.__main__ import MODES, Case, case, missed, recovery, table
-from benchmarks.reservations.engine import BLOCK, Hardware, RooflineEngine
+from benchmarks.reservations.engine import Hardware
 from benchmarks.reservations.runs import play
 from benchmarks.reservations.traces import CODE, CONV, MOONCAKE, Asked, asked, max_tokens_of
 from sidecar.lengths.overlap import peak
-from sidecar.tools.step_model.job import Job
 
 pytestmark = pytest.mark.long
 
@@ -37,46 +36,6 @@ def test_a_seed_turns_the_trace_and_keeps_its_order(requests: list[Asked]) -> No
     turned = asked(CONV.lengths(FOLDER), 3)
     start = next(at for at in range(len(requests)) if requests[at:] + requests[:at] == turned)
     assert start > 0
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 150), st.integers(1, 80)), min_size=1, max_size=30),
-    st.integers(20, 60),
-    st.booleans(),
-)
-def test_the_engine_generates_every_token_once_and_frees_every_block(
-    lengths: list[tuple[int, int]], blocks: int, prefills: bool
-) -> None:
-    engine = RooflineEngine(Hardware(kv_tokens=blocks * BLOCK), prefills=prefills)
-    sequences = [Job(*one) for one in lengths]
-    for sequence in sequences:
-        engine.add(sequence)
-    finished: list[Job] = []
-    while len(finished) < len(sequences):
-        step = engine.step()
-        finished += step.finished
-        assert engine.cache.held_tokens <= blocks * BLOCK
-        assert 0 <= engine.used_tokens <= engine.cache.held_tokens + engine.running
-        assert engine.steps < 100_000
-    assert sorted(map(id, finished)) == sorted(map(id, sequences))
-    assert [engine.length(sequence) for sequence in sequences] == [output for _, output in lengths]
-    assert engine.generated == sum(output for _, output in lengths)
-    assert engine.used_tokens == 0
-    assert engine.preemptions == sum(sequence.preemptions for sequence in sequences)
-
-
-def test_a_full_cache_preempts_the_newest_which_goes_on_where_it_was() -> None:
-    engine = RooflineEngine(Hardware(kv_tokens=10 * BLOCK))
-    older, newer = Job(4 * BLOCK, 60), Job(4 * BLOCK, 60)
-    engine.add(older)
-    engine.add(newer)
-    while not engine.preemptions:
-        engine.step()
-    assert (older.preemptions, newer.preemptions) == (0, 1)
-    assert newer.emitted == BLOCK + 1  # each filled its last free block, and only one of the next was left
-    while engine.step().finished != [newer]:
-        pass
-    assert engine.generated == 120
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=12))

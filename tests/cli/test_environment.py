@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.cli import COMMANDS, main
-from sidecar.cli.environment import from_environment, options_of, variable_of
+from sidecar.cli.environment import from_environment, options_by_name, variable_for
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
@@ -28,9 +28,9 @@ def read(command: str, *given: str, **environment: str) -> argparse.Namespace:
 
 def test_every_option_has_a_variable_of_its_own() -> None:
     for command in COMMANDS:
-        names = [variable_of(command, option) for option in options_of(parser_of(command))]
+        names = [variable_for(command, option) for option in options_by_name(parser_of(command))]
         assert len(set(names)) == len(names)
-    assert variable_of("trtllm-serve", "--admin-port") == "SIDECAR_TRTLLM_SERVE_ADMIN_PORT"
+    assert variable_for("trtllm-serve", "--admin-port") == "SIDECAR_TRTLLM_SERVE_ADMIN_PORT"
 
 
 def test_a_variable_counts_as_its_option_would() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.admission.policy_snapshot import objective_of
+from sidecar.admission.policy_snapshot import objective_for
 from sidecar.cli import main
 from sidecar.policy.compiler import load as load_policy
 from sidecar.tools.replay.trace import read_trace
@@ -105,7 +105,7 @@ def played(folder: Path, name: str, by: Assign = Assign.REQUEST, patience_us: in
 @pytest.mark.parametrize("name", ["now", "planned"])
 def test_gain_and_objectives_are_those_of_a_literal_computation(folder: Path, name: str) -> None:
     policy, run = played(folder, name)
-    objectives = {tier.level: objective_of(tier) for tier in policy.tiers}
+    objectives = {tier.level: objective_for(tier) for tier in policy.tiers}
     earned = attainable = met = 0
     for one in run.offered:
         objective = objectives[one.tier]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from sidecar.cluster.document import EngineStatus, OldestWaiter, ReplicaView, TenantView
-from sidecar.cluster.phrases import count, crowd, engine_headline, headline, said_of, starving, waits_at_its_limit
+from sidecar.cluster.phrases import count, crowd, engine_headline, headline, sentence_for, starving, waits_at_its_limit
 from sidecar.durations import short_duration
 from sidecar.policy.model import Mode
 from sidecar.telemetry.recent import Bucket, Overtakings
@@ -186,5 +186,5 @@ def test_the_first_sentence_is_about_an_engine_that_cannot_be_used(
 
 
 def test_observing_the_sentence_goes_on_in_lower_case() -> None:
-    assert said_of(Mode.OBSERVE, "No request waits.").endswith("If they were: no request waits.")
-    assert said_of(Mode.ENFORCE, "No request waits.") == "No request waits."
+    assert sentence_for(Mode.OBSERVE, "No request waits.").endswith("If they were: no request waits.")
+    assert sentence_for(Mode.ENFORCE, "No request waits.") == "No request waits."

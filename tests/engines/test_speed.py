@@ -15,10 +15,10 @@ from sidecar.engines.speed import (
     EngineSpeed,
     EngineSpeeds,
     VotedTimes,
-    group_of,
+    group_for,
 )
 
-TENANTS = {group_of(f"tenant-{number}"): f"tenant-{number}" for number in range(500)}
+TENANTS = {group_for(f"tenant-{number}"): f"tenant-{number}" for number in range(500)}
 """One tenant of each group."""
 LINE = Line(20_000.0, 125.0)
 

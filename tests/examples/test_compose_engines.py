@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.admin.auth import access_of
+from sidecar.admin.auth import read_access
 from tests.examples.command_lines import parsed, replaced
 from tests.examples.running import TIMEOUT_S, Sidecar, asked, fetched
 from tests.examples.test_compose import COMPOSE, SIDECARS, WITH_ENGINES, is_healthy, load_runs
@@ -85,7 +85,7 @@ def ends_while_one_is_killed(urls: Sequence[str], process: Any) -> Counter[int]:
 def test_the_admin_port_of_a_container_takes_a_drain_by_its_token() -> None:
     for name in SIDECARS:
         args = parsed(WITH_ENGINES[name]["command"])
-        assert not access_of(WITH_ENGINES[name]["environment"], args.admin_host).is_open
+        assert not read_access(WITH_ENGINES[name]["environment"], args.admin_host).is_open
 
 
 def test_both_sidecars_share_one_pool_and_an_engine_that_dies_is_not_noticed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sidecar.admin.auth import access_of
+from sidecar.admin.auth import read_access
 from sidecar.policy.compiler import load
 from tests.examples.command_lines import EXAMPLES, named_files, parsed, shell_lines, unknown_variables
 from tests.examples.kubernetes import (
@@ -254,8 +254,8 @@ def test_the_scaler_follows_the_metric_that_the_adapter_makes(overlay: str) -> N
 def test_the_admin_port_is_opened_by_a_token_that_prometheus_has(overlay: str) -> None:
     args = parsed(sidecar(overlay)["args"])
     given = {variable["name"] for variable in sidecar(overlay)["env"]}
-    assert not access_of(dict.fromkeys(given, "of-the-length-of-a-token"), args.admin_host).is_open
-    assert access_of({}, args.admin_host).is_open, "without it, this would show nothing"
+    assert not read_access(dict.fromkeys(given, "of-the-length-of-a-token"), args.admin_host).is_open
+    assert read_access({}, args.admin_host).is_open, "without it, this would show nothing"
     source = next(
         variable["valueFrom"]["secretKeyRef"] for variable in sidecar(overlay)["env"] if "TOKEN" in variable["name"]
     )

@@ -37,7 +37,7 @@ def story(size: SizeDetails | None = SIZE, facts: RequestFacts | None = FACTS, *
     tell = begin(journal, received(), None)
     for event in (classified(), admitted(), settled(90_000)):
         tell(event)
-    (record,) = journal.all_of("request-1")
+    (record,) = journal.all_for("request-1")
     found = ExplanationBuilder(journal, lambda: ["high", "batch"], "default", is_shared=False).story(record)
     return msgspec.structs.replace(found, asked=facts, size=size, **more)
 
@@ -132,7 +132,7 @@ def test_the_story_has_both_from_the_requests_events_and_the_page_shows_them() -
     end = Settled(settled(90_000).at_us, Outcome.COMPLETED, 200, 712, 512, None, None, held_tokens=900, growths=2)
     for event in (asked, admitted(), first_byte(30_000), end):
         tell(event)
-    (record,) = journal.all_of("request-1")
+    (record,) = journal.all_for("request-1")
     found = ExplanationBuilder(journal, lambda: ["high", "batch"], "default", is_shared=False).story(record)
     said = {step.label: step.said for step in steps(found)}
     assert said["sized"].startswith(

@@ -10,8 +10,11 @@ from typing import Any
 
 from sidecar.engines import Engine, Vllm
 from sidecar.engines.pages import Health
-from sidecar.fleet import EngineAddress, Fleet, FleetSettings, StaticDiscovery
+from sidecar.fleet.discovery import StaticDiscovery
+from sidecar.fleet.fleet import Fleet
+from sidecar.fleet.settings import FleetSettings
 from sidecar.policy.capacity import Capacity
+from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.model import CapacitySource
 from sidecar.policy.rules import UNLIMITED
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel

@@ -10,9 +10,11 @@ import json
 
 import dns.rcode
 
-from sidecar.fleet import DnsDiscovery, DnsService, dns_discovery
+from sidecar.fleet import dns_discovery
+from sidecar.fleet.dns_discovery import DnsDiscovery
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.fields import ServiceName
+from sidecar.policy.fleet import DnsService
 from tests.support.dns_server import ZONE, DnsServer
 from tests.support.own_network import bring_loopback_up, use_own_resolver
 from tests.support.waiting import until

@@ -13,7 +13,8 @@ import pytest
 from sidecar.admission.engine_pages import EnginePages
 from sidecar.engines.pages import NotConnected
 from sidecar.errors import AdmissionError
-from sidecar.fleet import Fleet, FleetApp
+from sidecar.fleet.app import FleetApp
+from sidecar.fleet.fleet import Fleet
 from sidecar.handover import CALL_KEY, ENGINE_ID_KEY
 from tests.fleet.engines import LocalEngine, RudeEngine, engines, fleet_of, listed, states
 from tests.support.serving import serving

@@ -15,10 +15,11 @@ from typing import Any
 import dns.rcode
 import pytest
 
-from sidecar.fleet import DnsDiscovery, DnsService, dns_discovery
-from sidecar.fleet.dns_discovery import SrvLookup, SystemLookup
+from sidecar.fleet import dns_discovery
+from sidecar.fleet.dns_discovery import DnsDiscovery, SrvLookup, SystemLookup
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.fields import ServiceName
+from sidecar.policy.fleet import DnsService
 from tests.support.dns_server import ZONE, DnsServer
 from tests.support.own_network import run_inside
 from tests.support.waiting import open_sockets, other_tasks, until

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sidecar.fleet import EngineAddress, FileDiscovery
+from sidecar.fleet.file_discovery import FileDiscovery
 from sidecar.policy import followed_files
 from sidecar.policy.capacity import Capacity
+from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.rules import UNLIMITED
 from tests.support.waiting import other_tasks, until
 

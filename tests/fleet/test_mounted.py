@@ -85,25 +85,6 @@ async def test_the_pool_is_the_sum_and_no_engine_gets_more_than_its_own(pair: Pa
 
 
 @pytest.mark.long
-async def test_a_reserve_is_kept_across_both(pair: Pair) -> None:
-    """Half of 8 requests is the high tier's: the low tier gets 4 of them in all. Here they are spread evenly, since the
-    reserve is the pool's: it keeps no room at one engine.
-    """
-    apps = pair.apps
-    async with client_of(pair) as client:
-        low = [task for app in apps for task in app.begin(client, 2, steps=2000)]
-        await until(lambda: apps[0].pool(client), lambda pool: pool["leases"] == 4)
-        low += [task for app in apps for task in app.begin(client, 2, steps=2000)]
-        await until(lambda: apps[0].pool(client), lambda pool: pool["leases"] == 4 and pool["waiting"] == 4)
-        high = [task for app in apps for task in app.begin(client, 2, steps=5, tier="high")]
-        assert [status for status, _, _ in await asyncio.gather(*high)] == [200] * 4
-        assert not any(task.done() for task in low), "none of them had to end for it"
-        for task in low:
-            task.cancel()
-        await asyncio.gather(*low, return_exceptions=True)
-
-
-@pytest.mark.long
 async def test_a_queue_at_one_does_not_keep_others_from_another(pair: Pair) -> None:
     """100 requests wait for the first engine: one that came later, at the other, enters it at once."""
     a, b = pair.apps
@@ -238,18 +219,6 @@ async def test_one_process_without_a_store(tmp_path: Path) -> None:
             assert {headers["x-admission-engine"] for _, headers, _ in answers} == {row["name"]}
             page = await app.get(client, "/overview")
             assert [engine["state"] for engine in page["engines"]] == ["ready"]
-
-
-@pytest.mark.long
-async def test_an_answer_in_one_piece_blocks_no_prefill_for_all_its_time(tmp_path: Path) -> None:
-    """100 tokens may be un-prefilled: the second request enters when the first's prompt should be computed."""
-    with mounted_apps(tmp_path, ["a"], prefill="100") as (app,):
-        async with aiohttp.ClientSession() as client:
-            prompt = [{"role": "user", "content": "word " * 200}]
-            asked = app.begin(client, 2, steps=300, stream=False, messages=prompt)
-            await until(lambda: app.pool(client), lambda pool: pool["leases"] == 1 and pool["waiting"] == 1)
-            await until(lambda: app.pool(client), lambda pool: pool["leases"] == 2)
-            assert {status for status, _, _ in await asyncio.gather(*asked)} == {200}
 
 
 @pytest.mark.long

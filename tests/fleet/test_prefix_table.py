@@ -125,9 +125,9 @@ COARSE = (0, 256, 512, 768, 1_280, 1_792, 2_816, 3_840, 5_888, 7_936)
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if request.param == "coarse":
         monkeypatch.setattr(prefix_table, "ENDS", COARSE)
-    prefix_table._pieces_of.cache_clear()
+    prefix_table._new_cutter.cache_clear()
     yield
-    prefix_table._pieces_of.cache_clear()
+    prefix_table._new_cutter.cache_clear()
 
 
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=16)
@@ -237,17 +237,6 @@ def test_which_of_many_equal_engines_are_named_differs_by_prompt() -> None:
     assert max(named.values()) < 350
 
 
-def test_blocks_that_many_engines_hold_cost_one_entry() -> None:
-    """So 64 engines with one system prompt cost no more than the conversations behind it."""
-    tables = PrefixTables()
-    tables.set_engines({f"e{number}#1": 10**6 for number in range(64)})
-    for number in range(64):
-        tables[f"e{number}#1"].send(prompt(*range(40)))
-    assert len(tables.index.blocks) == 40
-    tables.set_engines({})
-    assert tables.index.blocks == {}
-
-
 def test_nested_prompts_cost_a_look_up_as_little_as_others() -> None:
     """A client that sends every beginning of a prompt to another engine makes as many depths as there are engines."""
     tables = PrefixTables()
@@ -260,11 +249,6 @@ def test_nested_prompts_cost_a_look_up_as_little_as_others() -> None:
     hits = tables.hits(prompt(*range(longest)))
     assert [engine_id for engine_id, _ in hits] == [f"e{number}#1" for number in range(MOST_HITS)]
     assert asked.count <= 1 + MOST_HITS * (longest.bit_length() + 2)
-
-
-def test_two_prompts_share_exactly_the_blocks_before_their_first_difference() -> None:
-    one, two = prompt(1, 2, 3, 4), prompt(1, 2, 9, 4)
-    assert [a == b for a, b in zip(one.hashes, two.hashes, strict=True)] == [True, True, False, False]
 
 
 def test_the_same_bytes_for_another_model_or_salt_share_nothing() -> None:
@@ -325,40 +309,7 @@ def test_a_prompt_whose_end_was_not_read_is_never_hit_to_its_end() -> None:
     chain = Chain(PromptBytes("m", data, 2 * LONGEST_READ), 500_000)
     table = PrefixTable(10_000_000)
     table.send(chain)
-    assert chain.tokens_of(table.hit(chain)) == 250_000
-
-
-def test_at_most_eight_engines_are_named_the_best_first() -> None:
-    tables = PrefixTables()
-    tables.set_engines({f"e{number}#1": 10_000 for number in range(12)})
-    for number in range(1, 12):
-        tables[f"e{number}#1"].send(prompt(*range(number)))
-    hits = tables.hits(prompt(*range(20)))
-    assert hits == tuple((f"e{number}#1", tokens_of(number)) for number in range(11, 11 - MOST_HITS, -1))
-    assert tables.hits(prompt(99)) == tables.hits(prompt()) == ()
-
-
-def test_a_restarted_engine_has_an_empty_table_and_the_others_keep_theirs() -> None:
-    tables = PrefixTables()
-    tables.set_engines({"a#1": 1_000, "b#1": 1_000})
-    for name in ("a#1", "b#1"):
-        tables[name].send(prompt(1, 2))
-    tables.set_engines({"a#2": 1_000, "b#1": 500})
-    assert tables.hits(prompt(1, 2)) == (("b#1", 2 * TOKENS),)
-    assert tables.get("a#1") is None
-
-
-def test_another_tenants_unique_prompts_flush_a_table_as_they_flush_the_engine() -> None:
-    """The engine's cache is shared, so the prediction has to be."""
-    table = PrefixTable(100 * TOKENS)
-    mine = prompt(*range(28))  # 48 * TOKENS
-    table.send(mine)
-    for number in range(60):
-        table.send(prompt(1_000 + number))
-    assert table.hit(mine) == 24  # four blocks of 2 * TOKENS are gone
-    for number in range(100):
-        table.send(prompt(2_000 + number))
-    assert table.hit(mine) == 0
+    assert chain.tokens_in(table.hit(chain)) == 250_000
 
 
 class Counting(dict):
@@ -379,7 +330,7 @@ class Engine:
         self.cache = PrefixTable(size)
 
     def serve(self, chain: Chain) -> int:
-        found = chain.tokens_of(self.cache.send(chain).had)
+        found = chain.tokens_in(self.cache.send(chain).had)
         self.cache.end(chain, 0)
         return found
 

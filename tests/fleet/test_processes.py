@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.engines.pages import Health
-from sidecar.fleet import EngineAddress
+from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.rules import UNLIMITED
 from tests.cluster.replicas import started
 from tests.fleet.engines import READ, fleet_of, states

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from sidecar.fleet import ReplayBudget
+from sidecar.fleet.replay_budget import ReplayBudget
 
 SECOND_US = 1_000_000
 TENTH = Fraction(1, 10)
@@ -30,37 +30,6 @@ class LiteralBudget:
             return False
         self.replays.append(now_us)
         return True
-
-
-def test_ten_a_minute_are_allowed_at_any_load() -> None:
-    budget = ReplayBudget(TENTH)
-    assert [budget.take(0) for _ in range(12)] == [True] * 10 + [False] * 2
-    assert not budget.take(59 * SECOND_US)
-    assert budget.take(60 * SECOND_US)
-
-
-def test_a_tenth_of_a_minutes_admissions_is_allowed_at_a_high_load() -> None:
-    budget = ReplayBudget(TENTH)
-    for number in range(1000):
-        budget.admitted(number * 10_000)
-    assert sum(budget.take(10 * SECOND_US) for _ in range(500)) == 100
-    assert budget.left == 0
-
-
-def test_admissions_are_forgotten_after_a_minute_and_debt_does_not_go_below_the_least() -> None:
-    budget = ReplayBudget(TENTH)
-    for _ in range(1000):
-        budget.admitted(0)
-    assert all(budget.take(30 * SECOND_US) for _ in range(100))
-    assert not budget.take(61 * SECOND_US), "the admissions are forgotten, the replays are not yet"
-    assert sum(budget.take(90 * SECOND_US) for _ in range(100)) == 10
-
-
-def test_no_share_leaves_the_least() -> None:
-    budget = ReplayBudget(Fraction(0))
-    for _ in range(1000):
-        budget.admitted(0)
-    assert sum(budget.take(1) for _ in range(100)) == 10
 
 
 def test_a_clock_far_ahead_and_one_that_stands_still() -> None:

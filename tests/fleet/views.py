@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from sidecar.fleet import Fleet, FleetView
+from sidecar.fleet.fleet import Fleet
 from sidecar.fleet.routing import FleetRouting
 from sidecar.fleet.setup import new_fleet
+from sidecar.fleet.view import FleetView
 from sidecar.policy.compiler import load
 from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.model import Policy

@@ -22,7 +22,7 @@ from sidecar.errors import TenantsUnavailable
 from sidecar.policy.compiler import load
 from sidecar.policy.model import StoredTenants
 from sidecar.policy.stored_tenants import InvalidTenant, read_record, with_stored
-from sidecar.stores import records_of
+from sidecar.stores import new_records
 from sidecar.tenants import registry
 from sidecar.tenants.registry import StoredTenantsRegistry
 from tests.support.each import each
@@ -427,7 +427,7 @@ def test_without_a_store_the_start_fails(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_policy_without_them_asks_no_store() -> None:
-    assert records_of(policy("store: redis://127.0.0.1:1/0\n"), {}) is None
+    assert new_records(policy("store: redis://127.0.0.1:1/0\n"), {}) is None
 
 
 @given(

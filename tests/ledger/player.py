@@ -6,7 +6,7 @@ from typing import Any
 
 from sidecar.pools import calls
 from sidecar.pools.calls import Call
-from sidecar.pools.row import Row, cells_of
+from sidecar.pools.row import Row, sum_cells
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.engines import ScheduledEngine
 from sidecar.scheduling.preemption import Returnable, Shortage, leases_to_take_back
@@ -128,7 +128,7 @@ class LedgerPlayer:
         self.number += 1
         call, self.news = self.news, Call(1, "r", 0, "call")
         call.number, call.cells, call.acks, self.acks = self.number, self.row.state(call.whole), self.acks, []
-        leaving = cells_of(self.names, (lease for lease in self.leases.values() if lease.is_chosen))
+        leaving = sum_cells(self.names, (lease for lease in self.leases.values() if lease.is_chosen))
         if leaving != self.leaving:
             self.leaving = call.leaving = leaving
         self.reply, _ = self.ledger.execute(call, now)

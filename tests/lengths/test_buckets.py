@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.lengths import buckets
-from sidecar.lengths.buckets import bucket_of
+from sidecar.lengths.buckets import bucket_for
 from sidecar.payload.traits import EFFORTS, NO_TRAITS, Traits
 
 BUCKETS = [
@@ -27,7 +27,7 @@ BUCKETS = [
 
 
 def test_a_bucket_says_what_its_requests_have_in_common() -> None:
-    assert [(traits, most, bucket_of(traits, most)) for traits, most, _ in BUCKETS] == BUCKETS
+    assert [(traits, most, bucket_for(traits, most)) for traits, most, _ in BUCKETS] == BUCKETS
 
 
 SIZES = [
@@ -44,7 +44,7 @@ SIZES = [
 
 
 def test_sizes_are_classes_by_the_factor_four() -> None:
-    assert [(most, bucket_of(NO_TRAITS, most)) for most, _ in SIZES] == SIZES
+    assert [(most, bucket_for(NO_TRAITS, most)) for most, _ in SIZES] == SIZES
 
 
 @given(
@@ -52,7 +52,7 @@ def test_sizes_are_classes_by_the_factor_four() -> None:
     st.none() | st.integers(0, 2**31 - 1),
 )
 def test_no_client_makes_a_new_bucket(traits: Traits, most: int | None) -> None:
-    assert bucket_of(traits, most) in every_bucket()
+    assert bucket_for(traits, most) in every_bucket()
 
 
 @cache
@@ -60,7 +60,7 @@ def every_bucket() -> set[str]:
     flags = (False, True)
     choices = (None, "none", "auto", "required", "named")
     return {
-        bucket_of(Traits(*one), most)
+        bucket_for(Traits(*one), most)
         for one in itertools.product([None, *EFFORTS], flags, choices, flags, flags)
         for most in (None, 1, 100, 1000, 4000, 16_000, 60_000, 10**6)
     }
@@ -69,5 +69,5 @@ def every_bucket() -> set[str]:
 def test_there_are_some_hundred_buckets_and_nothing_else_is_remembered() -> None:
     assert len(every_bucket()) == 768
     for number in range(5000):
-        bucket_of(Traits(effort=f"e{number}", tool_choice=f"c{number}"), number * 1000)
+        bucket_for(Traits(effort=f"e{number}", tool_choice=f"c{number}"), number * 1000)
     assert buckets._named.cache_info().currsize <= 768

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.lengths.histogram import EDGES, LONGEST, LengthHistogram, bin_of
+from sidecar.lengths.histogram import EDGES, LONGEST, LengthHistogram, bin_for
 from tests.lengths import literal
 from tests.lengths.literal import Sample
 
@@ -35,8 +35,8 @@ def assert_is_quantile(found: int | None, samples: list[Sample], q: float, beyon
 
 def test_a_bin_is_the_first_edge_that_holds_the_length() -> None:
     for length in [*range(10_000), *range(10_000, LONGEST, 97), LONGEST - 1, LONGEST]:
-        assert EDGES[bin_of(length)] == literal.edge_above(length)
-        assert bin_of(length) == 0 or EDGES[bin_of(length) - 1] < length
+        assert EDGES[bin_for(length)] == literal.edge_above(length)
+        assert bin_for(length) == 0 or EDGES[bin_for(length) - 1] < length
     assert list(EDGES) == sorted(set(EDGES))
     assert EDGES[-1] == LONGEST
     assert all((edge - length) * 128 <= max(length, 16 * 128) for length, edge in itertools.pairwise(EDGES))
@@ -55,7 +55,7 @@ def test_a_length_lies_in_the_bin_of_its_quantile(samples: list[Sample], q: floa
     if length is None or edge is None:
         assert length is edge
         return
-    index = bin_of(edge)
+    index = bin_for(edge)
     assert max(beyond, EDGES[index - 1] if index else 0) < length <= edge
     higher = survival.length(0.999, beyond)
     assert higher is None or higher >= length

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sidecar.lengths.overlap import STALE_SHARE, WHOLE, Overlap, peak, peak_of
+from sidecar.lengths.overlap import STALE_SHARE, WHOLE, Overlap, peak, peak_tokens
 from tests.lengths import literal
 from tests.support.examples import examples
 
@@ -31,7 +31,7 @@ def test_the_peak_of_two_parts_is_not_above_the_sum_of_their_peaks(
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(1, 5)), max_size=8))
 def test_several_sequences_of_a_lease_are_as_many_that_run_apart(running: list[tuple[int, int, int]]) -> None:
     apart = [(used if number == 0 else 0, remaining) for used, remaining, count in running for number in range(count)]
-    assert peak_of(running) == peak(apart)
+    assert peak_tokens(running) == peak(apart)
 
 
 def test_what_ends_at_once_overlaps_not_at_all() -> None:
@@ -83,7 +83,7 @@ class Engine(RuleBasedStateMachine):
         assert 1 <= ratio <= WHOLE
         if total < STALE_SHARE:
             return
-        needed = peak_of(self.running.values())
+        needed = peak_tokens(self.running.values())
         assert total * ratio // WHOLE >= needed - total // STALE_SHARE
         if len(self.running) < STALE_SHARE and self.running:
             assert ratio == max(1, min(WHOLE, -(-needed * WHOLE // total)))
@@ -115,7 +115,7 @@ def test_with_many_leases_the_counted_tokens_stay_near_the_peak() -> None:
             del running[first := next(iter(running))]
             overlap.remove(first)
         counted = sum(overlap.counted(used + remaining) for used, remaining, _ in running.values())
-        worst = min(worst, counted / max(1, peak_of(running.values())))
+        worst = min(worst, counted / max(1, peak_tokens(running.values())))
     assert worst > 1 - 1 / STALE_SHARE
 
 

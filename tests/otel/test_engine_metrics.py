@@ -15,7 +15,7 @@ from tests.fleet.served import ServedFleet, served_fleet
 from tests.otel.files import RULES, queries, rules
 from tests.otel.overload import KNOWN_AFTER_S, hurried
 from tests.otel.test_prometheus import GROUPING, OF_ENGINES, SELECTOR, for_this_pool
-from tests.otel.test_readme import ENGINE_METRICS, EVERYWHERE
+from tests.otel.test_reference import ENGINE_METRICS, EVERYWHERE
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.redis_servers import until
 
@@ -110,7 +110,7 @@ def test_every_panel_and_rule_about_engines_finds_data(scraped: Scraped) -> None
     assert {each for each in series if not scraped.server.query(each, scraped.at_s)} == set()
 
 
-def test_the_metrics_are_those_of_the_readme_with_their_labels(scraped: Scraped) -> None:
+def test_the_metrics_are_those_of_the_page_with_their_labels(scraped: Scraped) -> None:
     found: dict[str, set[str]] = {}
     selector = '{__name__=~"admission_.+", __name__!~"admission_engine_up"}'
     for sample in scraped.server.query(selector, scraped.at_s):

@@ -16,7 +16,7 @@ from tests.fleet.served import POLICY, ServedFleet, served_fleet
 from tests.otel.files import OF_GAIN, OF_SIZES, queries
 from tests.otel.overload import KNOWN_AFTER_S
 from tests.otel.test_prometheus import for_this_pool
-from tests.otel.test_readme import EVERYWHERE, GAIN_METRICS, SIZE_METRICS, Listed
+from tests.otel.test_reference import EVERYWHERE, GAIN_METRICS, SIZE_METRICS, Listed
 from tests.support.each import each
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.redis_servers import until
@@ -88,17 +88,16 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         yield server, asyncio.run(load(fleet, server, *ENOUGH, *shown))
 
 
-@each(("subject", "of_the_readme"), [(OF_SIZES, SIZE_METRICS), (OF_GAIN, GAIN_METRICS)])
-def test_the_metrics_are_those_of_the_readme_with_their_labels(
-    scraped: tuple[Prometheus, float], subject: re.Pattern[str], of_the_readme: Mapping[str, Listed]
+@each(("subject", "of_the_page"), [(OF_SIZES, SIZE_METRICS), (OF_GAIN, GAIN_METRICS)])
+def test_the_metrics_are_those_of_the_page_with_their_labels(
+    scraped: tuple[Prometheus, float], subject: re.Pattern[str], of_the_page: Mapping[str, Listed]
 ) -> None:
     server, at_s = scraped
     found: dict[str, set[str]] = {}
     for sample in server.query('{__name__=~"admission_.+"}', at_s):
         if subject.match(sample.labels["__name__"]):
             found.setdefault(sample.labels["__name__"], set()).update(set(sample.labels) - EVERYWHERE)
-    # The store's metrics stand in the same part of the README as those of gain.
-    listed = {name: {label.replace(".", "_") for label in of.labels} for name, of in of_the_readme.items()}
+    listed = {name: {label.replace(".", "_") for label in of.labels} for name, of in of_the_page.items()}
     assert found == {name: labels for name, labels in listed.items() if subject.match(name)}
 
 

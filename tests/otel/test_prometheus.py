@@ -10,7 +10,7 @@ import pytest
 from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
 from tests.otel.files import OF_GAIN, OF_SIZES, dashboard, queries, rules
 from tests.otel.overload import CALLED_FOR, POOL, STORE_LOST, Overloaded, fired, overloaded
-from tests.otel.test_readme import EVERYWHERE, METRICS
+from tests.otel.test_reference import EVERYWHERE, METRICS
 
 pytestmark = pytest.mark.long
 

@@ -19,7 +19,7 @@ from sidecar.policy.fleet import (
     EngineAddress,
     Health,
     Replay,
-    largest_of,
+    largest_size,
     pool_prefill,
     pool_size,
 )
@@ -147,7 +147,7 @@ def test_a_dimension_that_one_engine_does_not_bound_is_unbounded() -> None:
     assert pool_size([one, one]) == (20, 8)
     assert pool_size([one, other]) == (None, 12)
     assert pool_size([]) == (None, None)
-    assert largest_of([one, other]) == (UNLIMITED, 8)
+    assert largest_size([one, other]) == (UNLIMITED, 8)
     assert (pool_prefill([one, one]), pool_prefill([one, other]), pool_prefill([])) == (16, None, None)
 
 

@@ -24,7 +24,7 @@ def test_the_floor_is_a_part_of_the_reserve_and_the_headroom_is_of_all_of_it(tmp
     assert (high.reserve_tokens, high.reserve_requests, high.headroom_tokens) == (50, 1, 100)
     other = load(pool(tmp_path, f"{GAIN}fair: 100%\n"))
     assert other.rules.tiers[0].reserve_tokens == 200
-    assert other.rules_of(2000, None).tiers[0].reserve_tokens == 400
+    assert other.rules_for(2000, None).tiers[0].reserve_tokens == 400
 
 
 def test_by_level_the_whole_reserve_is_the_floor(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_by_level_the_whole_reserve_is_the_floor(tmp_path: Path) -> None:
 def test_with_several_engines_the_floor_is_counted_in_prompts_too(tmp_path: Path) -> None:
     text = GAIN.replace("capacity: {tokens: 1000, requests: 10}\n", "")
     engines = "engines: {static: [{name: a, url: 'http://a:8000', capacity: {tokens: 10k, requests: 8}}]}\n"
-    rules = load(pool(tmp_path, text + engines)).rules_of(1000, 10, 400)
+    rules = load(pool(tmp_path, text + engines)).rules_for(1000, 10, 400)
     high = rules.tiers[0]
     assert (high.reserve_tokens, high.reserve_requests, high.reserve_prefill) == (50, 1, 20)
     assert (high.headroom_tokens, high.headroom_prefill) == (100, 40)

@@ -65,12 +65,12 @@ def test_the_reference_in_docs_is_current() -> None:
 def test_the_reference_names_every_key_of_every_mapping() -> None:
     text = reference_text()
     names = {name for kind in SCHEMAS.values() for part in _mappings(kind) for name in part}
-    assert {name for name in names if f"| `{name}` |" not in text} == set()
+    assert {name for name in names if f"- `{name}`" not in text and f"- [`{name}`](" not in text} == set()
 
 
 def test_the_reference_leads_to_every_section() -> None:
     text = reference_text()
-    links = re.findall(r"\[below\]\(#([a-z_]+)\)", text)
+    links = re.findall(r"\[`\w+`\]\(#([a-z_]+)\)", text)
     headings = {
         "".join(re.findall(r"[a-z_]", heading.lower())) for heading in re.findall(r"^### `(.+)`$", text, re.MULTILINE)
     }

@@ -39,6 +39,18 @@ async def back(all_of_them: Replicas) -> None:
     assert [pool.status.state for pool in all_of_them.pools] == [StoreState.SHARED] * 2
 
 
+@pytest.mark.hasty
+async def test_a_loss_is_not_explained_by_the_one_before() -> None:
+    all_of_them = await two()
+    await lost(all_of_them)
+    assert [pool.status.reason for pool in all_of_them.pools] == ["cut off"] * 2
+    await back(all_of_them)
+    for link in all_of_them.links:
+        link.send = lambda call, user: None  # type: ignore[method-assign]
+    await all_of_them.pass_s(LOST_S)
+    assert [pool.status.reason for pool in all_of_them.pools] == ["no answer in time"] * 2
+
+
 def takes(pool: Pool) -> dict[str, bool]:
     """The engines, and whether each takes new requests, by the ledger's latest answer."""
     return {engine.id: engine.takes_new for engine in pool.engines()}

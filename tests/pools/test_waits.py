@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sidecar.errors import StoreUnavailable
 from sidecar.pools import Lease, Pool
 from sidecar.pools.elsewhere import ServedElsewhere
-from sidecar.pools.ledger_rules import ticket_of
+from sidecar.pools.ledger_rules import new_ticket
 from sidecar.pools.waits import Waits
 from tests.pools.harness import Clock, Harness, ask, simple
 
@@ -23,7 +23,7 @@ STEPS = st.lists(st.tuples(EVENTS, st.integers(0, 99)), max_size=60)
 
 def new(number: int, tier: int, now_us: int) -> Lease:
     asked = ask(tier)
-    return Lease(OWNER, number, asked, now_us, ticket_of(asked, number, now_us), 0)
+    return Lease(OWNER, number, asked, now_us, new_ticket(asked, number, now_us), 0)
 
 
 @given(steps=STEPS)

@@ -738,5 +738,5 @@ async def test_a_redirect_below_a_base_path_loses_it(location: str, seen: str) -
     ],
 )
 def test_an_engine_is_known_however_it_spells_itself(url: str, location: str, seen: str | None) -> None:
-    found = ReverseProxy(url).upstream.path_of(location.encode())
+    found = ReverseProxy(url).upstream.path_for(location.encode())
     assert found == (None if seen is None else seen.encode())

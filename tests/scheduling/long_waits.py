@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.figures import figures_of
+from sidecar.scheduling.figures import figures_for
 from sidecar.scheduling.scheduler import INSIDE, LINE
 from sidecar.scheduling.time_alone import next_change
 from tests.scheduling.player import SchedulerPlayer
@@ -106,7 +106,7 @@ class Flood:
             self.pool = player(policy)
             self.scheduler = self.pool.scheduler
             self.scheduler.look(0)
-            self.figures = figures_of(self.scheduler.rules, self.scheduler.capacity)
+            self.figures = figures_for(self.scheduler.rules, self.scheduler.capacity)
             if self._is_fair():
                 break
         self.favorite = luck.choice([None, "e0#1"])
@@ -216,7 +216,7 @@ class Flood:
             heads = scheduler.heads(level)
             front = next((ticket for ticket in lined if not ticket.is_for_floor), None)
             for ticket in {*lined, *heads}:
-                order_class = scheduler.class_of(ticket, front, heads)
+                order_class = scheduler.class_for(ticket, front, heads)
                 if order_class in (INSIDE, LINE):
                     found["inside" if order_class == INSIDE else "line", ticket.id] = now_us
             fronts = heads[:1] if front is None else [front]

@@ -237,7 +237,7 @@ class Reference:
         """The one that the tier's floor is for next: of those in line for no floor yet the first, else the head."""
         return next((r for r in self.line if r.tier == tier and r.for_floor is None), None)
 
-    def class_of(self, r: Request) -> int:
+    def class_for(self, r: Request) -> int:
         if self.tiers[r.tier]["always_first"]:
             return FIRST
         if r.for_floor is not None:
@@ -303,7 +303,7 @@ class Reference:
         for r in candidates:
             is_free = r.counts or self.tiers[r.tier]["limit"] >= 1
             if is_free or within(plus(self.used(r.tier), self.need(r)), self.limit(r.tier)):
-                order_class = self.class_of(r)
+                order_class = self.class_for(r)
                 found.append((self.place(r, order_class), r, order_class))
         return [(r, order_class) for _, r, order_class in sorted(found, key=lambda it: it[0])]
 

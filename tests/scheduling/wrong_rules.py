@@ -15,7 +15,7 @@ from sidecar.scheduling import preemption
 from sidecar.scheduling import scheduler as module
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.engines import Gone, ScheduledEngine
-from sidecar.scheduling.figures import figures_of
+from sidecar.scheduling.figures import figures_for
 from sidecar.scheduling.preemption import _Search
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.scheduler import FIRST, INSIDE, LINE, OTHER, TURN, Scheduler
@@ -24,7 +24,7 @@ from sidecar.scheduling.tickets import ScheduledLease, Ticket, TicketGain
 Patch = tuple[Any, str, Any]
 
 class_of, place, heads, need, fits = (
-    Scheduler.class_of, Scheduler.place, Scheduler.heads, Scheduler.need, Scheduler.fits,
+    Scheduler.class_for, Scheduler.place, Scheduler.heads, Scheduler.need, Scheduler.fits,
 )  # fmt: skip
 engine_for, begin, hold, look = Scheduler._engine_for, Scheduler._begin_to_count, Scheduler.hold, Scheduler.look
 wanted, is_small, would_enter = Scheduler.wanted, Scheduler.is_small, Scheduler.would_enter
@@ -72,7 +72,7 @@ def _leaks(pool: Scheduler, tier: int, engine: str, amount: Any, *others: Any) -
 def _forgets_who_is_gone(pool: Scheduler, now_us: int) -> None:
     look(pool, now_us)
     sizes = [engine.size(now_us) for engine in pool.engines.values() if engine.is_ready]
-    pool._figures = figures_of(pool.rules, tuple(min(UNBOUNDED, sum(s[d] for s in sizes)) for d in range(3)))
+    pool._figures = figures_for(pool.rules, tuple(min(UNBOUNDED, sum(s[d] for s in sizes)) for d in range(3)))
 
 
 def _in_vain(search: _Search, _: Any) -> bool:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from sidecar import AdmissionMiddleware
 from sidecar.admin.app import admin_app
-from sidecar.admin.auth import Access, AdminGuard, access_of, is_loopback
+from sidecar.admin.auth import Access, AdminGuard, is_loopback, read_access
 from sidecar.cli import main
 from sidecar.policy.compiler import shipped_policies
 from tests.support.commands import address, command
@@ -178,15 +178,15 @@ async def test_a_page_of_another_site_gets_nothing_in_the_background(access: Acc
 )
 def test_loopback_is_distinguished_from_the_network(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
-    assert access_of({}, host).is_open is not expected
-    assert not access_of({"SIDECAR_ADMIN_TOKEN": TOKEN}, host).is_open
+    assert read_access({}, host).is_open is not expected
+    assert not read_access({"SIDECAR_ADMIN_TOKEN": TOKEN}, host).is_open
 
 
 def test_a_token_that_can_be_guessed_is_refused_and_none_is_shown() -> None:
     with pytest.raises(ValueError, match="SIDECAR_ADMIN_TOKEN: shorter than 16 characters") as refused:
-        access_of({"SIDECAR_ADMIN_TOKEN": "hidden"}, "127.0.0.1")
+        read_access({"SIDECAR_ADMIN_TOKEN": "hidden"}, "127.0.0.1")
     assert "hidden" not in str(refused.value)
-    assert TOKEN not in repr(access_of({"SIDECAR_ADMIN_TOKEN": TOKEN}, "127.0.0.1"))
+    assert TOKEN not in repr(read_access({"SIDECAR_ADMIN_TOKEN": TOKEN}, "127.0.0.1"))
 
 
 # The commands

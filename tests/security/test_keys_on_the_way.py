@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
 from sidecar.admission.policy_snapshot import Credentials
-from sidecar.app import store_of
+from sidecar.app import find_store
 from sidecar.proxy.proxy import ReverseProxy
 from tests.support.each import each
 from tests.support.engine import RawEngine, answering, raw_engine
@@ -268,9 +268,9 @@ def test_an_engine_that_its_key_opens_for_everybody_is_warned_of(
 def test_a_store_may_be_named_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "store"
     file.write_text("redis://user:hidden@store.example:6379/2\n")
-    found = store_of(policy(), {"SIDECAR_STORE_FILE": str(file)})
+    found = find_store(policy(), {"SIDECAR_STORE_FILE": str(file)})
     assert str(found) == "redis://user:***@store.example:6379/2"
     file.write_text("http://hidden@store.example")
     with pytest.raises(ValueError, match=r"^SIDECAR_STORE: ") as refused:
-        store_of(policy(), {"SIDECAR_STORE_FILE": str(file)})
+        find_store(policy(), {"SIDECAR_STORE_FILE": str(file)})
     assert "hidden" not in str(refused.value)

@@ -18,7 +18,7 @@ import pytest
 
 from sidecar import open_files
 from sidecar.server import acceptor, http_protocol
-from sidecar.server.certificate import Certificate, certificate_of
+from sidecar.server.certificate import Certificate, new_certificate
 from sidecar.server.listeners import listening
 from sidecar.server.server import End, Server, run
 from tests.support.certificates import needs_openssl, self_signed
@@ -145,7 +145,7 @@ def test_clients_are_served_by_tls_and_by_nothing_else(
     files = self_signed(tmp_path)
 
     async def main() -> None:
-        certificate = certificate_of(str(files.certificate), str(files.key))
+        certificate = new_certificate(str(files.certificate), str(files.key))
         async with served(certificate=certificate, most=1) as port:
             with pytest.raises(ssl.SSLError):
                 await asked(port, ssl=ssl.create_default_context())
@@ -205,11 +205,11 @@ def test_a_certificate_that_cannot_be_used_is_a_mistake_at_the_start(tmp_path: P
     ]
     for file, key_file, words in mistakes:
         with pytest.raises(ValueError, match=words):
-            certificate_of(file, key_file)
-    assert certificate_of(None, None) is None
+            new_certificate(file, key_file)
+    assert new_certificate(None, None) is None
     both = tmp_path / "both.pem"
     both.write_text(files.certificate.read_text() + files.key.read_text())
-    assert certificate_of(str(both), None) is not None
+    assert new_certificate(str(both), None) is not None
 
 
 @needs_openssl

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.server import CannotServe
-from sidecar.server.listeners import address_of, listening
+from sidecar.server.listeners import listening, socket_address
 from sidecar.server.own_address import leads_to
 
 
@@ -18,7 +18,7 @@ def test_a_sockets_file_is_for_all_and_is_removed_at_the_end(tmp_path: Path) -> 
     path = tmp_path / "sidecar.sock"
     with listening(f"unix:{path}", 0) as listener:
         assert stat.S_IMODE(path.stat().st_mode) == 0o666
-        assert address_of(listener) == f"unix:{path}"
+        assert socket_address(listener) == f"unix:{path}"
         assert leads_to(f"unix:{tmp_path}/./sidecar.sock", [listener])
         assert not leads_to(f"unix:{tmp_path}/other.sock", [listener])
         assert not leads_to("http://127.0.0.1:8000", [listener])

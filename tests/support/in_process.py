@@ -24,7 +24,7 @@ from sidecar.app import AdmissionMiddleware
 from sidecar.cli import emulate, main
 from sidecar.policy.compiler import load_files
 from sidecar.policy.reload import PolicyFiles
-from sidecar.serving import proxy_of
+from sidecar.serving import new_proxy
 from sidecar.tools.emulator import Emulator
 from tests.support.serving import serving
 
@@ -78,7 +78,7 @@ async def serving_sidecar(path: Path, upstream: str | None = None) -> AsyncItera
     """The same in this event loop."""
     policy = load_files(path).policy
     files = PolicyFiles(str(path))
-    middleware = AdmissionMiddleware(proxy_of(upstream, policy), policy, files=files, is_shown=True)
+    middleware = AdmissionMiddleware(new_proxy(upstream, policy), policy, files=files, is_shown=True)
     controller = middleware.controller
     pages = admin_app(
         state=controller.state,

@@ -17,14 +17,11 @@ from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.middleware import SMALL, Caller, Guarded, monitor, policy
 from tests.telemetry.span_stories import (
-    TRACE_ID,
     TRACEPARENT,
     Tracing,
     admitted,
     classified,
-    queued,
     received,
-    refused,
     settled,
 )
 
@@ -64,21 +61,6 @@ def test_a_request_that_goes_well_leaves_nothing(caplog: pytest.LogCaptureFixtur
     play(quiet(None, ear), *HEALTHY)
     lines = [line for line in caplog.records if line.name.startswith("sidecar")]  # not what an earlier test left behind
     assert (lines, ear.heard) == ([], [])
-
-
-def test_a_refusal_is_a_line_with_all_that_was_known_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, REQUESTS)
-    play(quiet(), classified(), queued(), refused("queue_timeout", 503, queue_wait_us=2_000_000))
-    (line,) = caplog.records
-    found = vars(line)
-    assert (found["event"], found["code"], found["tier"], found["tenant"]) == (
-        "refused",
-        "queue_timeout",
-        "batch",
-        "acme",
-    )
-    assert (found["request_id"], found["trace_id"]) == ("request-1", f"{TRACE_ID:032x}")
-    assert found["queue_wait_s"] == 2.0
 
 
 def test_with_tracing_everybody_hears(caplog: pytest.LogCaptureFixture) -> None:

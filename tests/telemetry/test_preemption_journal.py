@@ -33,7 +33,7 @@ def settled(at_us: int, outcome: Outcome, status: int | None, error: str | None)
 
 
 def found(journal: Journal, request_id: str) -> RequestRecord:
-    (record,) = journal.all_of(request_id)
+    (record,) = journal.all_for(request_id)
     return record
 
 
@@ -63,19 +63,19 @@ def test_while_it_waits_again_it_is_found_once_and_knows_who_went_ahead() -> Non
     assert (lost.admitted.at_us, lost.preempted.at_us) == (10, 30)
     assert lost.queued is not None
     assert lost.queued.obstacle is Obstacle.NO_ROOM
-    assert ids(journal.ahead_of(victim)) == ids(journal.overtook(victim)) == ["important"]
+    assert ids(journal.find_ahead(victim)) == ids(journal.overtook(victim)) == ["important"]
 
 
 def test_for_the_others_it_went_ahead_as_often_as_it_was_admitted() -> None:
     journal, tells = story()
     waiter = found(journal, "waiter")
-    assert ids(journal.ahead_of(waiter)) == ["victim", "important"]
+    assert ids(journal.find_ahead(waiter)) == ["victim", "important"]
     tells["victim"](admitted(40, 1, 31))
     tells["victim"](settled(50, Outcome.COMPLETED, 200, None))
-    assert ids(journal.ahead_of(waiter)) == ["victim", "important", "victim"]
-    assert [record.admitted.at_us for record in journal.ahead_of(waiter) if record.admitted] == [10, 31, 40]
+    assert ids(journal.find_ahead(waiter)) == ["victim", "important", "victim"]
+    assert [record.admitted.at_us for record in journal.find_ahead(waiter) if record.admitted] == [10, 31, 40]
     victim = found(journal, "victim")
-    assert ids(journal.ahead_of(victim)) == ["important"]
+    assert ids(journal.find_ahead(victim)) == ["important"]
     assert victim.settled is not None
 
 
@@ -88,7 +88,7 @@ def test_those_of_one_moment_are_distinguished() -> None:
     waiter = arrives(journal, "waiter", 5)
     tells[1](admitted(40, 1))
     waiter(admitted(50, 5))
-    assert ids(journal.ahead_of(found(journal, "waiter"))) == ["0", "1", "2", "1"]
+    assert ids(journal.find_ahead(found(journal, "waiter"))) == ["0", "1", "2", "1"]
     assert [found(journal, str(number)).admitted for number in (0, 2)] == [admitted(10, 0), admitted(10, 2)]
 
 
@@ -99,7 +99,7 @@ def test_one_that_is_not_admitted_again_is_among_the_refused_or_has_left() -> No
     assert journal.refusals(5) == [victim]
     assert victim.refused is not None
     assert (victim.refused.code, victim.refused.status, victim.refused.queue_wait_us) == ("queue_timeout", 503, 59)
-    assert ids(journal.ahead_of(victim)) == ["important"]
+    assert ids(journal.find_ahead(victim)) == ["important"]
 
     journal, tells = story()
     tells["victim"](settled(60, Outcome.CLIENT_LEFT, None, "client_left"))

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from sidecar.events import FirstByte, Outcome
-from sidecar.telemetry.metrics.tenants import TenantHolding
 from tests.telemetry.measuring import Measuring
 from tests.telemetry.span_stories import (
     ARRIVAL_US,
@@ -99,20 +98,6 @@ def test_one_that_is_not_admitted_again_is_admitted_and_settled_and_nothing_else
     assert measuring.values("admission.preempted.engine_time") == {BATCH: 4.0}
     assert measuring.sums("admission.queue_wait") == {(decision, *BATCH): (1, 9.00005)}
     assert measuring.sums("admission.starvation") == {(decision, *BATCH): (1, 9.00002)}
-    assert listener.held() == {}
-
-
-def test_while_it_waits_again_it_holds_nothing(measuring):
-    listener = measuring.requests()
-    tell = play(listener, classified(), admitted())
-    assert listener.held() == {"acme": TenantHolding(800, 1, 0)}
-    for event in preempted(500, 60):
-        tell(event)
-    assert listener.held() == {"acme": TenantHolding(0, 0, 1)}
-    assert measuring.values("admission.tenant.tokens_held") == {("default", "acme"): 0}
-    tell(admitted(900, 850))
-    assert listener.held() == {"acme": TenantHolding(800, 1, 0)}
-    tell(settled(1000))
     assert listener.held() == {}
 
 

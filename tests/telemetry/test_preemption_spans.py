@@ -3,9 +3,7 @@
 import pytest
 from opentelemetry.trace import StatusCode
 
-from sidecar.events import Admitted
 from tests.telemetry.span_stories import (
-    TRACEPARENT,
     TWICE_PREEMPTED,
     Tracing,
     admitted,
@@ -16,9 +14,7 @@ from tests.telemetry.span_stories import (
     parent_id,
     preempted,
     received,
-    settled,
     span_id,
-    value_of,
 )
 
 
@@ -88,14 +84,6 @@ def test_waits_are_reported_once_with_the_last_figures(tracing):
     assert (reported["admission.decision"], reported["admission.outcome"]) == ("admitted", "completed")
 
 
-def test_one_that_was_admitted_at_once_waits_only_behind_its_preemption(tracing):
-    again = admitted(5_000_000, 4_999_940, starvation_us=2_000_000, served_ahead={"high": 900})
-    spans = play(tracing, classified(), admitted(60), *preempted(3_000_000, 60), again, settled(6_000_000))
-
-    (wait,), (starved,) = spans["admission.queued"], spans["admission.starved"]
-    assert interval(wait) == interval(starved) == (ns(3_000_000), ns(5_000_000))
-
-
 def test_nothing_is_exported_before_the_request_has_ended(tracing):
     """Its spans leave together, so that who samples at the tail sees how it ended."""
     observation = tracing.observer.received(received())
@@ -103,18 +91,6 @@ def test_nothing_is_exported_before_the_request_has_ended(tracing):
         observation.on_event(event)
 
     assert not tracing.exporter.get_finished_spans()
-
-
-def test_the_engine_is_sent_the_context_of_the_attempt_that_it_serves(tracing):
-    observation = tracing.observer.received(received((TRACEPARENT,)))
-    sent = []
-    for event in TWICE_PREEMPTED:
-        observation.on_event(event)
-        if isinstance(event, Admitted):
-            sent.append(value_of(observation.headers(), b"traceparent").split(b"-")[2].decode())
-
-    attempts = [span for span in tracing.exporter.get_finished_spans() if span.name == "engine"]
-    assert sent == [f"{span_id(span):016x}" for span in sorted(attempts, key=lambda span: span.start_time)]
 
 
 @pytest.mark.parametrize(

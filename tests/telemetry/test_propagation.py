@@ -11,6 +11,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from sidecar.events import Received
 from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.providers import none_is_set
 from sidecar.telemetry.request_record import TraceIds
 from sidecar.telemetry.spans.propagation import client_trace
 from sidecar.telemetry.spans.tracer import RequestTracer
@@ -213,3 +214,8 @@ def test_a_propagator_that_is_not_installed_is_left_out_with_a_warning(monkeypat
     (said,) = caplog.messages
     assert said == "OTEL_PROPAGATORS: jaeger, nonsense is not installed, and is left out; in force: tracecontext"
     assert os.environ["OTEL_PROPAGATORS"] == "jaeger, tracecontext,nonsense"
+
+
+def test_where_the_api_no_longer_has_the_name_that_is_looked_at_there_may_be_an_sdk(monkeypatch):
+    monkeypatch.delattr(trace, "_TRACER_PROVIDER")
+    assert not none_is_set()

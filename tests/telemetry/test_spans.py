@@ -153,22 +153,6 @@ def test_overtaken_in_the_microsecond_of_its_admission_is_not_starved(tracing):
     assert spans["admission"].attributes["admission.served_ahead.high"] == 900
 
 
-def test_a_full_queue_is_an_error_of_the_admission_span_alone(tracing):
-    spans = tracing.play(classified(), refused("queue_full", 503))
-
-    assert set(spans) == {"admission"}
-    admission = spans["admission"]
-    assert interval(admission) == (ns(0), ns(70))
-    assert admission.attributes["admission.decision"] == "refused"
-    assert admission.attributes["admission.reason"] == "queue_full"
-    assert admission.attributes["error.type"] == "queue_full"
-    assert admission.attributes["http.response.status_code"] == 503
-    assert admission.status.status_code is StatusCode.ERROR
-    assert admission.status.description == "because of queue_full"
-    assert "admission.outcome" not in admission.attributes
-    assert "admission.level" not in admission.attributes
-
-
 def test_an_answer_that_is_the_clients_doing_has_its_reason_and_is_no_error(tracing):
     admission = tracing.play(refused("invalid_api_key", 401))["admission"]
 
@@ -208,19 +192,8 @@ def test_every_refusal_is_a_span_with_its_status_and_its_reason():
     assert wrong == []
 
 
-def test_a_request_that_the_server_gave_up_is_an_error_without_an_answer(tracing):
-    admission = tracing.play(classified(), queued(), refused("canceled", None, after_us=500, queue_wait_us=450))[
-        "admission"
-    ]
-
-    assert admission.status.status_code is StatusCode.ERROR
-    assert admission.attributes["admission.decision"] == "canceled"
-    assert admission.attributes["admission.reason"] == "canceled"
-    assert admission.attributes["error.type"] == "canceled"
-    assert "http.response.status_code" not in admission.attributes
-
-
-def test_a_request_that_starved_until_its_time_was_over_shows_both_bars(tracing):
+def test_a_request_that_starved_until_its_time_was_over_shows_both_bars():
+    tracing = Tracing(starvation_limits_s={"batch": 0.3})
     timeout = refused(
         "queue_timeout",
         503,
@@ -240,20 +213,22 @@ def test_a_request_that_starved_until_its_time_was_over_shows_both_bars(tracing)
     assert spans["admission"].attributes["error.type"] == "queue_timeout"
     assert spans["admission"].attributes["admission.queue_wait_s"] == 0.99995
     assert spans["admission"].attributes["admission.starvation_s"] == 0.4
+    assert spans["admission"].attributes["admission.starved_too_long"] is True
     assert spans["admission"].attributes["admission.served_ahead.high"] == 7
 
 
-def test_a_client_that_left_while_it_waited_is_no_error(tracing):
-    spans = tracing.play(classified(), queued(), refused("client_left", None, after_us=500, queue_wait_us=450))
+@pytest.mark.parametrize(("code", "is_error"), [("client_left", False), ("canceled", True)])
+def test_a_wait_that_ends_without_an_answer_is_an_error_where_the_server_gave_up(tracing, code, is_error):
+    spans = tracing.play(classified(), queued(), refused(code, None, after_us=500, queue_wait_us=450))
 
     assert set(spans) == {"admission", "admission.queued"}
     admission = spans["admission"]
     assert interval(spans["admission.queued"]) == (ns(50), ns(500))
     assert interval(admission) == (ns(0), ns(500))
-    assert admission.status.status_code is StatusCode.UNSET
-    assert admission.attributes["admission.decision"] == "client_left"
-    assert admission.attributes["admission.reason"] == "client_left"
-    assert admission.attributes.keys().isdisjoint({"error.type", "http.response.status_code"})
+    assert admission.status.status_code is (StatusCode.ERROR if is_error else StatusCode.UNSET)
+    assert admission.attributes["admission.decision"] == admission.attributes["admission.reason"] == code
+    assert admission.attributes.get("error.type") == (code if is_error else None)
+    assert "http.response.status_code" not in admission.attributes
 
 
 def test_a_client_that_left_while_it_was_served_is_no_error(tracing):
@@ -313,15 +288,6 @@ def test_a_request_that_starved_longer_than_its_tier_promises_is_marked(limit_s,
     spans = tracing.play(classified(), queued(), starved, settled(3_000_000))
 
     assert spans["admission"].attributes.get("admission.starved_too_long") == (True if is_marked else None)
-
-
-def test_a_refusal_that_starved_too_long_is_marked_as_well():
-    tracing = Tracing(starvation_limits_s={"batch": 0.3})
-    waiting = {"queue_wait_us": 900_000, "starvation_us": 400_000, "overtaken_at_us": 5_600_000}
-
-    spans = tracing.play(classified(), queued(), refused("queue_timeout", 503, after_us=1_000_000, **waiting))
-
-    assert spans["admission"].attributes["admission.starved_too_long"] is True
 
 
 def test_other_limits_hold_for_requests_from_then_on():

@@ -18,6 +18,8 @@ from starlette.requests import Request
 from sidecar.admin.auth import Access, AdminGuard
 from sidecar.serving import ServeSettings
 from sidecar.telemetry.logs.setup import LogSettings
+from sidecar.via import OWN_VIA
+from sidecar.workers.channel import WorkerState
 from sidecar.workers.crew import Crew
 from sidecar.workers.pages import WorkerPages
 from tests.workers.running import (
@@ -146,10 +148,28 @@ async def test_a_drain_of_an_engine_reaches_all_workers(tmp_path: Path) -> None:
 async def test_a_host_that_reads_as_a_path_opens_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starlette from 0.49 to 1.0 puts the client's `Host` before the path, and divides them again."""
     monkeypatch.setattr(Request, "url", URL("http://a/state?/healthz"))
-    settings = ServeSettings(None, "", "127.0.0.1", 0, "127.0.0.1", 0, grace_s=1.0)
-    crew = Crew(settings, 0, LogSettings("info", "json"), {}, tmp_path, listener=socket.socket)
-    guarded = AdminGuard(WorkerPages(crew), Access(token="secret"))
-    transport = httpx2.ASGITransport(guarded)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with pages_of(crew_of(tmp_path, 0), Access(token="secret")) as client:
         assert (await client.get("/healthz")).json() == {"status": "alive"}
         assert (await client.get("/state")).status_code == 401
+
+
+async def test_what_cannot_be_relayed_to_a_worker_is_refused(tmp_path: Path) -> None:
+    crew = crew_of(tmp_path, 1)
+    crew.workers[0].state = WorkerState.SERVING
+    async with pages_of(crew, Access()) as client:
+        looped = await client.get("/overview", headers={"via": OWN_VIA})
+        assert (looped.status_code, looped.json()["error"]["code"]) == (508, "loop_detected")
+        gone = await client.get("/overview")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (503, "no_worker")
+    await crew.close()
+
+
+def crew_of(folder: Path, workers: int) -> Crew:
+    """Workers of which no process runs."""
+    settings = ServeSettings(None, "", "127.0.0.1", 0, "127.0.0.1", 0, grace_s=1.0)
+    return Crew(settings, workers, LogSettings("info", "json"), {}, folder, listener=socket.socket)
+
+
+def pages_of(crew: Crew, access: Access) -> httpx2.AsyncClient:
+    transport = httpx2.ASGITransport(AdminGuard(WorkerPages(crew), access))
+    return httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1")

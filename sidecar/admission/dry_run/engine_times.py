@@ -180,7 +180,7 @@ class EngineTimes:
         elif not request.is_crowded:
             self.wholes.learn(output_tokens, until.at_us - request.sent_us - self._prompt_us(request))
         if request.guessed_us is not None:
-            holds = self._holds_of(request)
+            holds = self._holds_for(request)
             holds.guessed_and_known += 1
             holds.guessed_s += request.guessed_us / 1e6
             holds.known_s += (self._own_generating_us(request) if request.is_stream else self._typical(request)) / 1e6
@@ -189,7 +189,7 @@ class EngineTimes:
             self._learned = None
 
     def _is_crowded(self, now_us: int) -> bool:
-        """Whether more is under way than the pool has room for. The other replicas are taken to have as much each."""
+        """True if more is under way than the pool has room for. The other replicas are taken to have as much each."""
         if now_us >= self._room_until_us:
             self._room, self._room_until_us = self._read_room(), now_us + ROOM_FOR_US
         tokens, requests, replicas = self._room
@@ -222,7 +222,7 @@ class EngineTimes:
         self._fill()
 
     def _fill(self) -> None:
-        """Those in line run, as far as the engine is known to run so many."""
+        """Starts shadows in line, as far as the engine is known to run so many."""
         while self._shadows_in_line:
             request = next(iter(self._shadows_in_line))
             most, running = self._most_running, self._shadows_running
@@ -297,7 +297,7 @@ class EngineTimes:
         request.guessed_us = generating_us if request.is_stream else self._typical(request)
 
     def is_stretched(self, request: SentRequest, now_us: int) -> bool:
-        """Whether a request that generates does so more slowly than its shadow, as more generate beside it."""
+        """True if a request that generates does so more slowly than its shadow, as more generate beside it."""
         if request.since is None or request.end_us is not None or not request.would_generate:
             return False
         return self._stretch(request.would_generate, self.speed.load(now_us).mean_since(request.since)) < 1
@@ -360,25 +360,25 @@ class EngineTimes:
 
     def held(self, request: SentRequest, *, is_guessed: bool, is_left: bool) -> None:
         """A shadow has ended: what its time was taken from is counted."""
-        holds = self._holds_of(request)
+        holds = self._holds_for(request)
         holds.shadows += 1
         holds.guessed += is_guessed
         holds.left += is_left
         holds.lost += request.is_lost and not is_left
         is_known = self._knows_first_byte(request) if request.is_stream else self._typical(request) > 0
         did, would = request.did_generate, request.would_generate
-        is_stretched = would > 0 and did > 1.5 * would and not self._knows_times_of(would)
+        is_stretched = would > 0 and did > 1.5 * would and not self._knows_times_at(would)
         holds.unlearned += (request.is_crowded and not is_known) or is_stretched
 
     def _knows_first_byte(self, request: SentRequest) -> bool:
-        """Whether it was learned how long a prompt takes unloaded, or seen of one that is hardly shorter."""
+        """True if it was learned how long a prompt takes unloaded, or seen of one that is hardly shorter."""
         if self.speed.first.line is not None or self._fastest is None:
             return self.speed.first.line is not None
         _, call, is_crowded = self._fastest
         return not is_crowded and request.prompt_tokens <= HARDLY_LONGER * call.backlog
 
-    def _knows_times_of(self, generating: float) -> bool:
-        """Whether about so few were ever seen to generate."""
+    def _knows_times_at(self, generating: float) -> bool:
+        """True if about so few were ever seen to generate."""
         chosen = self.speed.token.chosen
         return chosen is not None and chosen.points[0][0] <= 2 * generating
 
@@ -393,7 +393,7 @@ class EngineTimes:
             holds.arrivals, holds.followed = arrivals.counted, arrivals.followed
         return self._holds
 
-    def _holds_of(self, request: SentRequest) -> ShadowHolds:
+    def _holds_for(self, request: SentRequest) -> ShadowHolds:
         if request.sent_us < self._period_us:
             return ShadowHolds()  # of an earlier period: not counted
         return self._holds.setdefault(request.level, ShadowHolds())

@@ -50,7 +50,7 @@ from sidecar.admission.answer import Answer, CostReader, EngineCall
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest
-from sidecar.admission.event_reporter import reporter_of
+from sidecar.admission.event_reporter import new_reporter
 from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.responses import differences, id_headers, request_id
@@ -201,7 +201,7 @@ class RequestWatcher:
         self._request_id = request_id(headers)
         self._received_us = received_us
         self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, received_us)
-        self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
+        self._reporter = new_reporter(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = usage = UsageReader()
         observation = self._reporter.observation
         self.call = EngineCall(trace=None if observation is None else observation.app_trace())
@@ -227,7 +227,7 @@ class RequestWatcher:
         try:
             request = self._intake.feed(message, self._now_us())
             if request is not None:
-                self._controller = self._front.controller_of(request)
+                self._controller = self._front.controller_for(request)
         except AdmissionError as refusal:
             self._refuse(refusal)
         else:

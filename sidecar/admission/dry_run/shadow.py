@@ -89,7 +89,7 @@ class ShadowRequest:
 
     @property
     def is_real(self) -> bool:
-        """Whether it holds room that its request uses at the engine at this moment."""
+        """True if it holds room that its request uses at the engine at this moment."""
         return self._lease is not None and self._lease.grant is not None and self.sent.end_us is None
 
     def waiting(self) -> WaitingShadow | None:
@@ -149,7 +149,7 @@ class ShadowRequest:
             self._end(*_verdict(end), end.wait)
 
     def _sized(self) -> Ask:
-        """What the request asks of the pool. Its body is not kept."""
+        """The request's ask of the pool. Its body is not kept."""
         controller, request = self._controller, self._request
         ask = sized_ask(self._pool, request, controller.lease_sizes, controller.appraiser(self._snapshot))
         ask = msgspec.structs.replace(ask, request=hash(request))

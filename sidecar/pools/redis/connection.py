@@ -49,7 +49,7 @@ _FOREIGN_ERRORS = (RedisError, OSError, EOFError, asyncio.TimeoutError, ValueErr
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether an error comes from the client, its connection or the store, and not from a defect in this process.
+    """True if an error comes from the client, its connection or the store, and not from a defect in this process.
 
     uvloop raises a plain RuntimeError for a connection that the server has reset, where asyncio's own loop has the
     connection's error or none (`UVHandle._ensure_alive` in uvloop/handles/handle.pyx).
@@ -155,13 +155,15 @@ class StoreConnection:
 
 
 class StoreReach:
-    """Whether the pool's own calls reach a store now. While they do not, nothing else in the process connects to it."""
+    """Tells if the pool's own calls reach a store now. While they do not, nothing else in the process connects to
+    it.
+    """
 
     lost_because: str | None = None
 
 
 @cache
-def reach_of(address: StoreAddress) -> StoreReach:  # noqa: ARG001 - the cache's key
+def reach_for(address: StoreAddress) -> StoreReach:  # noqa: ARG001 - the cache's key
     """That of a store, for this process."""
     return StoreReach()
 
@@ -347,7 +349,7 @@ def _words(error: BaseException, address: str | None) -> str:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Whether no server listens there. For a host with several addresses, asyncio only says so in words."""
+    """True if no server listens there. For a host with several addresses, asyncio only says so in words."""
     while error is not None:
         if isinstance(error, ConnectionRefusedError) or f"[Errno {ECONNREFUSED}]" in str(error):
             return True

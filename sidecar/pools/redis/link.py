@@ -175,10 +175,12 @@ class RedisLink:
         """Passes on wake-ups. One that is lost comes again with the next reply."""
         while True:
             with contextlib.suppress(StoreError):
-                await connection.listen((self._root, f"{self._root}:{self._who}"), self._heard, SILENT_SUBSCRIPTION_S)
+                await connection.listen(
+                    (self._root, f"{self._root}:{self._who}"), self._on_message, SILENT_SUBSCRIPTION_S
+                )
             await asyncio.sleep(2 * BETWEEN_CONNECTIONS_S)
 
-    def _heard(self, message: bytes) -> None:
+    def _on_message(self, message: bytes) -> None:
         with contextlib.suppress(msgspec.DecodeError):  # of another layout
             wake_up = _wake_up.decode(message)
             if self._user is not None:

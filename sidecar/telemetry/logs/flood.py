@@ -36,7 +36,7 @@ class FloodGuard(Generic[Kind]):
         self._windows: dict[Kind, _Window] = {}
 
     def allows(self, kind: Kind) -> bool:
-        """Whether one more may be written; else it is counted."""
+        """True if one more may be written; else it is counted."""
         now_s = self._now_s()
         window = self._windows.get(kind)
         if window is None or (now_s - window.began_s >= WINDOW_S and not window.left_out):

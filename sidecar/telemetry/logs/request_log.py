@@ -45,7 +45,7 @@ class AccessLog(str, Enum):
 
 
 def access_log(environment: Mapping[str, str]) -> AccessLog:
-    """What the environment says, else `failures`. Raises ValueError."""
+    """The environment's setting, else `failures`. Raises ValueError."""
     written = environment.get(ACCESS_VARIABLE, "").strip().lower()
     if written and written not in list(AccessLog):
         raise ValueError(f"{ACCESS_VARIABLE}: {written!r} is not one of {', '.join(AccessLog)}")

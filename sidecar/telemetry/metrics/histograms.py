@@ -16,6 +16,7 @@ from opentelemetry.metrics import Meter, MeterProvider, get_meter
 from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
 from sidecar.telemetry.request_record import RequestRecord
+from sidecar.telemetry.semconv import ADMISSION_DECISION, ADMISSION_TIER
 from sidecar.version import __version__
 
 HAS_BUCKETS: Final = "explicit_bucket_boundaries_advisory" in signature(Meter.create_histogram).parameters
@@ -33,29 +34,43 @@ _NO_EXEMPLAR: Final = set_span_in_context(INVALID_SPAN, Context())
 
 
 class DurationMetric(NamedTuple):
-    """One histogram of seconds."""
+    """One histogram of seconds. `labels` leaves out the pool's."""
 
     name: str
     buckets: tuple[float, ...]
     description: str
+    labels: tuple[str, ...] = ()
 
 
 QUEUE_WAIT: Final = DurationMetric(
-    "admission.queue_wait", WAITS, "From a request's arrival to its lease, or to the end of its wait without one."
+    "admission.queue_wait",
+    WAITS,
+    "From a request's arrival to its lease, or to the end of its wait without one.",
+    (ADMISSION_TIER, ADMISSION_DECISION),
 )
 STARVATION: Final = DurationMetric(
     "admission.starvation",
     WAITS,
     "From when a later request first went ahead to the end of the wait, of those that starved.",
+    (ADMISSION_TIER, ADMISSION_DECISION),
 )
 TIME_TO_FIRST_TOKEN: Final = DurationMetric(
-    "admission.time_to_first_token", WAITS, "From a request's arrival to the first byte of its streamed answer."
+    "admission.time_to_first_token",
+    WAITS,
+    "From a request's arrival to the first byte of its streamed answer.",
+    (ADMISSION_TIER,),
 )
 OBSERVED_QUEUE_WAIT: Final = DurationMetric(
-    "admission.observed.queue_wait", WAITS, "How long a request that passed would have waited if it had been held."
+    "admission.observed.queue_wait",
+    WAITS,
+    "How long a request that passed would have waited.",
+    (ADMISSION_TIER, ADMISSION_DECISION),
 )
 OBSERVED_STARVATION: Final = DurationMetric(
-    "admission.observed.starvation", WAITS, "How long of that it would have starved, of those that would have."
+    "admission.observed.starvation",
+    WAITS,
+    "How long it would have starved.",
+    (ADMISSION_TIER, ADMISSION_DECISION),
 )
 STORE_ROUND_TRIP: Final = DurationMetric(
     "admission.store.round_trip", ROUND_TRIPS, "One call to the shared pool's store."
@@ -91,7 +106,7 @@ def exemplar_context(request: RequestRecord) -> Context:
     return Context({_SPAN: NonRecordingSpan(ids), _REQUEST_ID: request.request_id})
 
 
-def request_id_of(context: Context) -> str | None:
+def request_id_in(context: Context) -> str | None:
     """The id that `exemplar_context` wrote."""
     request_id = context.get(_REQUEST_ID)
     return request_id if isinstance(request_id, str) else None

@@ -53,8 +53,7 @@ class Counters:
         Counted,
         counter(
             "admission.refused",
-            "Requests answered with an error instead of a lease, by its code. Without a tier where that was not known "
-            "yet.",
+            "Requests answered with an error, by its code. Without a tier where that was not known yet.",
             REQUESTS,
             labels=(TIER, REASON),
         ),
@@ -63,7 +62,7 @@ class Counters:
         Counted,
         counter(
             "admission.abandoned",
-            "Requests abandoned before they got a lease: the client disconnected, or the server stopped.",
+            "Requests that ended in the queue: the client disconnected, or the server stopped.",
             REQUESTS,
             labels=(TIER, REASON),
         ),
@@ -72,7 +71,7 @@ class Counters:
         Counted,
         counter(
             "admission.settled",
-            "Leases that were given back, by how the request ended.",
+            "Leases that ended, by the outcome of the request.",
             REQUESTS,
             labels=(TIER, semconv.ADMISSION_OUTCOME),
         ),
@@ -81,7 +80,7 @@ class Counters:
         Counted,
         counter(
             "admission.failed",
-            "Admitted requests that failed, by what failed them: engine_unreachable, engine_timeout, or an exception.",
+            "Admitted requests that failed: engine_unreachable, engine_timeout, or an exception.",
             REQUESTS,
             labels=(TIER, semconv.ERROR_TYPE),
         ),
@@ -90,7 +89,7 @@ class Counters:
         Counted,
         counter(
             "admission.preemptions",
-            "How often a request of the tier gave its room to a more important one, and waited again.",
+            "Preemptions of the tier's requests, which waited again.",
             "{preemption}",
             labels=(TIER,),
         ),
@@ -99,7 +98,7 @@ class Counters:
         Counted,
         counter(
             "admission.preempted.engine_time",
-            "For how long the engine had worked on requests that were preempted: what it did is lost.",
+            "The engine's time for requests that were preempted, which is lost.",
             SECONDS,
             labels=(TIER,),
             per_unit=1_000_000,
@@ -109,7 +108,7 @@ class Counters:
         Counted,
         counter(
             "admission.clamped",
-            "Requests that asked for a tier above their tenant's best, and got that one instead.",
+            "Requests that asked for a tier above their tenant's best.",
             REQUESTS,
             labels=(semconv.ADMISSION_CLAMPED_FROM, TIER),
         ),
@@ -127,7 +126,7 @@ class Counters:
         Counted,
         counter(
             "admission.unguarded",
-            "Requests on paths that the policy does not guard, other than those that only read: passed, or refused.",
+            "Requests on paths that the policy does not guard, reading left out.",
             REQUESTS,
             labels=(semconv.ADMISSION_ROUTE, semconv.ADMISSION_DECISION, REASON),
         ),
@@ -136,7 +135,7 @@ class Counters:
         Counted,
         counter(
             "admission.downgraded",
-            "Requests that were over their tenant's limits, and went to a lower tier instead.",
+            "Requests over their tenant's limits that got a lower tier.",
             REQUESTS,
             labels=(semconv.ADMISSION_DOWNGRADED_FROM, TIER),
         ),
@@ -145,7 +144,7 @@ class Counters:
         Counted,
         counter(
             "admission.overtaken",
-            "How often the first in line of a tier was overtaken by a later request of another tier, by the rule.",
+            "How often the first of a tier was overtaken by a later request of another, by the rule.",
             REQUESTS,
             labels=_OVERTAKING,
         ),
@@ -175,7 +174,7 @@ class Counters:
         Counted,
         counter(
             "admission.tokens.estimate_error",
-            "By how many tokens completed requests were estimated over or under what the engine counted.",
+            "Tokens by which completed requests were estimated over or under the engine's count.",
             TOKENS,
             labels=(TIER, semconv.DIRECTION),
         ),
@@ -228,7 +227,7 @@ class Counters:
             self.estimate_errors[tier, direction] += 0
 
     def know_objective(self, tier: str) -> None:
-        """The same of the series that a tier has if its service gain is measured."""
+        """Begins the series that a tier has if its service gain is measured."""
         self.gain_earned[tier,] += 0
         self.gain_attainable[tier,] += 0
         for outcome in SLO_OUTCOMES:
@@ -237,7 +236,7 @@ class Counters:
 
 TENANT_TOKENS_HELD = Figure(
     "admission.tenant.tokens_held",
-    "Tokens held by leases of this process, of the largest tenants and of all others together.",
+    "Tokens held by leases of this process.",
     TOKENS,
     Over.SUM,
     (semconv.ADMISSION_TENANT,),
@@ -275,7 +274,7 @@ class Instruments:
         self._create(TENANT_TOKENS_HELD, self._read_tenants)
 
     def counters(self, pool: str, tenants_shown: int) -> Counters:
-        """Those of the pool of this name: two middlewares on it in one process both add to them."""
+        """Counters of the pool of this name: two middlewares on it in one process both add to them."""
         counters = self._counters.get(pool)
         if counters is None:
             counters = Counters(TenantLabels(tenants_shown))
@@ -347,14 +346,14 @@ class Instruments:
             for holdings in (watched() for held_in, watched in self._held if held_in == pool):
                 if holdings is not None:
                     for tenant, holding in holdings.held().items():
-                        name = counters.tenants.name_of(tenant)
+                        name = counters.tenants.name_for(tenant)
                         by_name[name] = by_name.get(name, 0) + holding.tokens_held
             for name, tokens in by_name.items():
                 yield Observation(tokens, {semconv.POOL: pool, semconv.ADMISSION_TENANT: name})
 
 
 @cache
-def instruments_of(meter_provider: metrics.MeterProvider | None) -> Instruments:
+def instruments_for(meter_provider: metrics.MeterProvider | None) -> Instruments:
     """The provider's; None is the global one, and an SDK that is installed later is found."""
     return Instruments(meter_provider)
 
@@ -371,6 +370,6 @@ class PoolMetrics:
     ) -> None:
         self.pool, self.sample, self.kinds = pool, sample, kinds
         try:
-            instruments_of(meter_provider).watch(self)
+            instruments_for(meter_provider).watch(self)
         except Exception:
             logger.exception("the metrics of pool %s failed; the pool goes on without", pool)

@@ -28,7 +28,7 @@ from sidecar.events import (
 )
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics.histograms import DurationHistogram
-from sidecar.telemetry.metrics.instruments import OVER, UNDER, Instruments, instruments_of
+from sidecar.telemetry.metrics.instruments import OVER, UNDER, Instruments, instruments_for
 from sidecar.telemetry.metrics.tenants import SHOWN, TenantCounts, TenantHolding, TenantHoldings
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engine_time_us
 
@@ -125,11 +125,11 @@ class RequestMetrics:
             return
         if record.queued is not None:
             self._end_queued(record)
-        tier, tokens, lost = classified.tier, classified.tokens, record.lost
+        counters, tier, tokens, lost = self.counters, classified.tier, classified.tokens, record.lost
         if not lost:
-            self.counters.admitted[tier,] += 1
-            self.counters.tokens_estimated[tier,] += tokens
-            self.counters.tenants.known[classified.tenant].counts.admitted += 1
+            counters.admitted[tier,] += 1
+            counters.tokens_estimated[tier,] += tokens
+            counters.tenants.known[classified.tenant].counts.admitted += 1
         self.holdings.add(classified.tenant, tokens, 1)
         if event.passed:
             self._note_overtaken(event.passed, tier, tokens)
@@ -166,18 +166,18 @@ class RequestMetrics:
         classified = record.classified
         if classified is None:
             return
-        tier, used = classified.tier, event.tokens_used
-        tenant = self.counters.tenants.known[classified.tenant].counts
+        counters, tier, used, outcome = self.counters, classified.tier, event.tokens_used, event.outcome
+        tenant = counters.tenants.known[classified.tenant].counts
         tenant.tokens_used += used
-        self.counters.settled[tier, event.outcome._value_] += 1
-        self.counters.tokens_used[tier,] += used
-        if event.outcome is Outcome.FAILED:
-            self.counters.failed[tier, event.error or FAILED] += 1
-        if event.outcome is Outcome.COMPLETED and event.output_tokens is not None:
+        counters.settled[tier, outcome._value_] += 1
+        counters.tokens_used[tier,] += used
+        if outcome is Outcome.FAILED:
+            counters.failed[tier, event.error or FAILED] += 1
+        if outcome is Outcome.COMPLETED and event.output_tokens is not None:
             if event.input_tokens is not None:
                 over = classified.tokens - used
                 direction, error = (UNDER, -over) if over < 0 else (OVER, over)
-                self.counters.estimate_errors[tier, direction] += error
+                counters.estimate_errors[tier, direction] += error
             if classified.expected is not None and (event.status or 0) < 400:
                 _note_length(classified.expected, event.output_tokens, tier, tenant)
         if record.admitted is not None:
@@ -187,7 +187,7 @@ class RequestMetrics:
         if classified.preemptible and record.first_byte is None:
             self._note_preemptible_wait(record)
         if event.growths and classified.expected is not None:
-            self.counters.growths[tier,] += event.growths
+            counters.growths[tier,] += event.growths
         if event.gain is not None:
             self._note_gain(tier, event.gain)
 
@@ -235,10 +235,10 @@ def _note_length(expected: Expectation, output: int, tier: str, tenant: TenantCo
 
 def _instruments(meter_provider: MeterProvider | None) -> Instruments:
     try:
-        return instruments_of(meter_provider)
+        return instruments_for(meter_provider)
     except Exception:
         logger.exception("the metrics of requests failed; requests go on without")
-        return instruments_of(_NO_METRICS)
+        return instruments_for(_NO_METRICS)
 
 
 _NO_METRICS = NoOpMeterProvider()

@@ -45,7 +45,7 @@ class StoreMetrics:
         self._instruments: _Instruments | None = None
         self._report = FirstFailure(logger, "store metrics failed; the pool goes on")
         try:
-            self._instruments = _instruments_of(meter_provider)
+            self._instruments = _instruments_for(meter_provider)
             self._instruments.watch(self)
         except Exception:
             self._report()
@@ -93,5 +93,5 @@ class _Instruments:
 
 
 @cache
-def _instruments_of(meter_provider: metrics.MeterProvider | None) -> _Instruments:
+def _instruments_for(meter_provider: metrics.MeterProvider | None) -> _Instruments:
     return _Instruments(meter_provider)

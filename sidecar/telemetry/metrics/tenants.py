@@ -35,7 +35,7 @@ class TenantCounts:
         int,
         counter(
             "admission.tenant.admitted",
-            "Requests that got their lease, of the largest tenants and of all others together.",
+            "Requests that got their lease, of the largest tenants and of `other`.",
             REQUESTS,
         ),
     ]
@@ -43,7 +43,7 @@ class TenantCounts:
         int,
         counter(
             "admission.tenant.refused",
-            "Requests answered with an error instead of a lease, of the largest tenants and of all others together.",
+            "Requests answered with an error.",
             REQUESTS,
         ),
     ]
@@ -51,7 +51,7 @@ class TenantCounts:
         int,
         counter(
             "admission.tenant.tokens_used",
-            "Tokens that settled requests used, of the largest tenants and of all others together.",
+            "Tokens that settled requests used.",
             TOKENS,
         ),
     ]
@@ -85,7 +85,7 @@ class TenantSeries:
 class TenantLabels:
     """All tenants of one pool in this process, as many as its policy has; at most `shown` are named at a time.
 
-    Counted in one thread; `series` and `name_of` may be called from any other. `known` are the tenants that had a
+    Counted in one thread; `series` and `name_for` may be called from any other. `known` are the tenants that had a
     request, by their names: their `counts` are those of this moment.
     """
 
@@ -113,7 +113,7 @@ class TenantLabels:
         shown = {name: self.known[name].own for name in sorted(self._named | self._unchanged)}
         return shown if len(self.known) == len(self._named) else {**shown, OTHER: self._other}
 
-    def name_of(self, tenant: str) -> str:
+    def name_for(self, tenant: str) -> str:
         """A tenant's name in metrics."""
         return tenant if tenant in self._named else OTHER
 
@@ -177,7 +177,7 @@ class TenantHoldings:
         return {tenant: TenantHolding(*holding) for tenant, holding in self._tenants.copy().items()}
 
     def add(self, tenant: str, tokens: int = 0, leases: int = 0, waiting: int = 0) -> None:
-        """So much more of each; less where it is negative."""
+        """Adds to each; subtracts where the figure is negative."""
         held_tokens, held_leases, were_waiting = self._tenants.get(tenant, _NOTHING_HELD)
         leases += held_leases
         waiting += were_waiting

@@ -11,7 +11,7 @@ from typing import Any
 from opentelemetry.sdk import metrics as sdk
 from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
 
-from sidecar.telemetry.metrics.histograms import DURATIONS, HAS_BUCKETS, request_id_of
+from sidecar.telemetry.metrics.histograms import DURATIONS, HAS_BUCKETS, request_id_in
 from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
 
 HAS_EXEMPLARS = "exemplar_reservoir_factory" in signature(View.__init__).parameters
@@ -40,7 +40,7 @@ def _exemplars() -> dict[str, Any]:
             super().offer(value, time_unix_nano, _with_id(attributes, context), context)
 
     class OfScales(sdk.SimpleFixedSizeExemplarReservoir):
-        """The same for some measurements of an exponential histogram, which an exporter may prefer."""
+        """Aggregation for some measurements of an exponential histogram, which an exporter may prefer."""
 
         def offer(self, value: float, time_unix_nano: int, attributes: Any, context: Any) -> None:
             super().offer(value, time_unix_nano, _with_id(attributes, context), context)
@@ -52,5 +52,5 @@ def _exemplars() -> dict[str, Any]:
 
 
 def _with_id(attributes: Any, context: Any) -> Any:
-    request_id = request_id_of(context)
+    request_id = request_id_in(context)
     return attributes if request_id is None else {**attributes, ADMISSION_REQUEST_ID: request_id}

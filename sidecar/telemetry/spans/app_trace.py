@@ -45,13 +45,13 @@ class AppSpan:
         finally:
             otel_context.detach(token)
 
-    def is_over_of(self, span: Span) -> bool:
-        """Whether `span` is this one, and its app has returned."""
+    def is_over_for(self, span: Span) -> bool:
+        """True if `span` is this one, and its app has returned."""
         return self._is_over and span is self._span
 
 
 def is_inherited(context: Context, span: Span) -> bool:
-    """Whether the current span of a request that has just come belongs to an earlier one on its connection.
+    """True if the current span of a request that has just come belongs to an earlier one on its connection.
 
     It has ended: no span around this request has. A server's task for a request inherits the context of the one before
     where that has let it read on (uvicorn, unless `reset_contextvars`).
@@ -59,4 +59,4 @@ def is_inherited(context: Context, span: Span) -> bool:
     if getattr(span, "end_time", None) is not None:
         return True
     before = context.get(APP_TRACE)
-    return isinstance(before, AppSpan) and before.is_over_of(span)
+    return isinstance(before, AppSpan) and before.is_over_for(span)

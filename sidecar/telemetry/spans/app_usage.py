@@ -1,4 +1,4 @@
-"""What an app traces of its own calls of a model, seen as its spans end."""
+"""An app's own traces of its calls of a model, seen as its spans end."""
 
 from __future__ import annotations
 

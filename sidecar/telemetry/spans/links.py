@@ -1,4 +1,5 @@
-"""What the spans of a wait say of others: who went ahead, in words and figures, and links to their `admission` spans.
+"""Information of a wait's spans on other requests: who went ahead, in words and figures, and links to their `admission`
+spans.
 
 A link leads from one trace into another. `admission.starved` links to the first that overtook it, `admission.queued` to
 the first that were admitted before it in their turn. Only requests of this process are known, and only those whose
@@ -18,7 +19,7 @@ from opentelemetry.trace import Link, SpanContext, TraceFlags
 from sidecar.telemetry import semconv
 from sidecar.telemetry.ahead import (
     AheadGroup,
-    groups_of,
+    new_groups,
     reasons,
     unseen,
     why_it_waited,
@@ -75,12 +76,12 @@ class WaitFinder:
 
     def ended(self, waiter: RequestRecord) -> WaitLinks:
         """Of a wait that is over. It is `FindLinks`; requests without a recorded trace are passed over."""
-        looked_at = self.journal.ahead_of(waiter, MOST_LOOKED_AT)
+        looked_at = self.journal.find_ahead(waiter, MOST_LOOKED_AT)
         in_turn = _links((each for each in looked_at if each.arrived_us <= waiter.arrived_us), None)
         if waiter.waited is None or waiter.waited.overtaken_at_us is None:
             return WaitLinks(in_turn, (), {})
         overtook = without_own_runs(self.journal.overtook(waiter, most=MOST_LOOKED_AT), waiter)
-        groups = groups_of(overtook, waiter, self.tiers)
+        groups = new_groups(overtook, waiter, self.tiers)
         not_known = unseen(waiter.waited, looked_at, self.journal, is_shared=self.is_shared)
         are_all = self.journal.looks_at_all(waiter)
         why = why_it_waited(None, groups, not_known, is_starved=True, are_all=are_all)
@@ -90,11 +91,11 @@ class WaitFinder:
     def so_far(self, record: RequestRecord) -> WaitSoFar:
         """Of a wait that goes on."""
         at_us, queued = self.journal.now_us(), record.queued
-        seen = self.journal.ahead_of(record, MOST_LOOKED_AT)
+        seen = self.journal.find_ahead(record, MOST_LOOKED_AT)
         ahead = without_own_runs(seen, record)
         overtook = [each for each in ahead if each.arrived_us > record.arrived_us]
         overtaken_us = next((each.admitted.at_us for each in overtook if each.admitted is not None), at_us)
-        groups = groups_of(ahead, record, self.tiers)
+        groups = new_groups(ahead, record, self.tiers)
         obstacle = None if queued is None else queued.explanation
         are_all = len(seen) < MOST_LOOKED_AT
         written: Attributes = {

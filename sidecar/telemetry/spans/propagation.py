@@ -39,7 +39,7 @@ class _HeaderSetter(Setter[list[tuple[bytes, bytes]]]):
 
 
 @lru_cache(maxsize=4)
-def _fields_of(propagator: TextMapPropagator) -> frozenset[bytes]:
+def _fields_for(propagator: TextMapPropagator) -> frozenset[bytes]:
     return frozenset(field.lower().encode("latin-1") for field in propagator.fields)
 
 
@@ -51,7 +51,7 @@ _NO_PARENT = Context()
 _traceparent = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?").fullmatch
 
 
-def parent_of(received: Received) -> tuple[Context, SpanKind]:
+def parent_for(received: Received) -> tuple[Context, SpanKind]:
     """The context to start `admission` in, and its kind.
 
     Mounted into a server that is instrumented itself, the request's SERVER span is there already and has read the
@@ -62,7 +62,7 @@ def parent_of(received: Received) -> tuple[Context, SpanKind]:
         if not is_inherited(current, above):
             return current, SpanKind.INTERNAL
         current = _NO_PARENT
-    if _fields_of(propagate.get_global_textmap()).isdisjoint(dict(received.headers)):
+    if _fields_for(propagate.get_global_textmap()).isdisjoint(dict(received.headers)):
         return current, SpanKind.SERVER
     return propagate.extract(received.headers, current, _GETTER), SpanKind.SERVER
 

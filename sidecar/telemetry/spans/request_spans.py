@@ -122,7 +122,7 @@ class RequestSpans:
             start_us = max(start_us, self._before_us())
         request: Attributes = {}
         if self._record.classified is not None:
-            request = _of_engine_request(self._record.classified, self._settings)
+            request = _engine_request_attributes(self._record.classified, self._settings)
         if event.engine is not None:
             request[semconv.ADMISSION_ENGINE] = engine_name(event.engine)
         engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, self._wall_ns(start_us), request)
@@ -171,7 +171,7 @@ class RequestSpans:
             self._refuse(record.refused, written, since_us)
 
     def _refuse(self, event: Refused, written: Attributes, since_us: int) -> None:
-        written.update(_of_refusal(event, self._record.classified))
+        written.update(_refusal_attributes(event, self._record.classified))
         error = event.message if _is_servers_failure(event) else None
         self._admission.end(self._wall_ns(max(event.at_us, since_us)), written, error=error)
 
@@ -180,7 +180,7 @@ class RequestSpans:
         ended_ns = self._wall_ns(max(since_us, event.at_us))
         if record.admitted is not None and self._engines:
             self._end_engine(record.admitted, event, ended_ns)
-        written.update(_of_settlement(event))
+        written.update(_settlement_attributes(event))
         if record.classified is not None and event.held_tokens not in (None, record.classified.tokens):
             written[semconv.ADMISSION_TOKENS_HELD] = event.held_tokens
         error = _failure(event, written, from_status=SERVERS_ERRORS)
@@ -213,10 +213,10 @@ class RequestSpans:
     def _attributes(self) -> Attributes:
         """The attributes of `admission` that do not depend on its end."""
         record = self._record
-        written = {} if record.classified is None else _of_classification(record.classified)
+        written = {} if record.classified is None else _classification_attributes(record.classified)
         for attempt in record.lost:
             self._write_wait(written, attempt.queued, attempt.admitted)
-            written.update(_of_admission(attempt.admitted))
+            written.update(_admission_attributes(attempt.admitted))
         if preemptions := record.preemptions:
             written[semconv.ADMISSION_PREEMPTIONS] = preemptions
         if replays := record.replays:
@@ -224,9 +224,9 @@ class RequestSpans:
         if record.waited is not None:
             self._write_wait(written, record.queued, record.waited)
         if record.admitted is not None:
-            written.update(_of_admission(record.admitted))
+            written.update(_admission_attributes(record.admitted))
         if record.observed is not None:
-            written.update(_of_observed(record.observed))
+            written.update(_observed_attributes(record.observed))
         if written.get(semconv.ADMISSION_STARVATION_S):
             for found in self._links.values():  # the last says what went ahead in all of its waits
                 if semconv.ADMISSION_EXPLANATION in found.overtaken_by:
@@ -236,7 +236,7 @@ class RequestSpans:
     # -- waiting
 
     def _write_wait(self, written: Attributes, queued: Queued | None, end: Admitted | Refused) -> None:
-        written.update(_of_waiting(end))
+        written.update(_waiting_attributes(end))
         classified = self._record.classified
         if queued is not None and classified is not None:
             written[semconv.GEN_AI_LATENCY_TIME_IN_QUEUE] = end.queue_wait_us / 1e6
@@ -308,7 +308,7 @@ class RequestSpans:
         span.link(in_turn)
         overtaken_us = end.overtaken_at_us
         if end.starvation_us > 0 and overtaken_us is not None and overtaken_us < ended_us:
-            written = {**self._tier(), **_of_served_ahead(end), **overtaken_by}
+            written = {**self._tier(), **_served_ahead_attributes(end), **overtaken_by}
             start_ns = self._wall_ns(max(started_us, overtaken_us))
             starved = span.child(semconv.STARVED, SpanKind.INTERNAL, start_ns, written, overtook)
             starved.end(self._wall_ns(ended_us), {})
@@ -354,7 +354,7 @@ def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | 
     return None
 
 
-def _of_classification(event: Classified) -> Attributes:
+def _classification_attributes(event: Classified) -> Attributes:
     """The tenant and the tier."""
     attributes: Attributes = {
         semconv.ADMISSION_TIER: event.tier,
@@ -372,7 +372,7 @@ def _of_classification(event: Classified) -> Attributes:
 
 
 def _write_expectation(attributes: Attributes, expected: Expectation) -> None:
-    """What it was expected to use, as far as that is not what it holds without learning."""
+    """Expected use, as far as that is not what it holds without learning."""
     attributes[semconv.ADMISSION_OUTPUT_SOURCE] = expected.source
     if expected.quantile:
         attributes[semconv.ADMISSION_OUTPUT_EXPECTED] = expected.output_tokens
@@ -382,7 +382,7 @@ def _write_expectation(attributes: Attributes, expected: Expectation) -> None:
         attributes[semconv.ADMISSION_OVERLAP] = expected.overlap
 
 
-def _of_admission(event: Admitted) -> Attributes:
+def _admission_attributes(event: Admitted) -> Attributes:
     """That it was admitted, at which level, and which tiers it overtook by which rule."""
     attributes: Attributes = {semconv.ADMISSION_DECISION: "admitted", semconv.ADMISSION_LEVEL: event.level}
     if event.engine_priority is not None:
@@ -398,7 +398,7 @@ def _of_admission(event: Admitted) -> Attributes:
     return attributes
 
 
-def _of_refusal(event: Refused, classified: Classified | None) -> Attributes:
+def _refusal_attributes(event: Refused, classified: Classified | None) -> Attributes:
     """Why the middleware ended it. A client's mistake (4xx) has a reason, and is no error of this server's.
 
     That is the HTTP conventions' rule, for `error.type` as for the span's status.
@@ -417,18 +417,18 @@ def _of_refusal(event: Refused, classified: Classified | None) -> Attributes:
     if classified is not None and classified.model is not None:
         attributes[semconv.GEN_AI_REQUEST_MODEL] = classified.model  # else `engine` has it
     if event.gain is not None:
-        attributes.update(_of_gain(event.gain))
+        attributes.update(_gain_attributes(event.gain))
     if _is_servers_failure(event):
         attributes[semconv.ERROR_TYPE] = event.code
     return attributes
 
 
 def _is_servers_failure(event: Refused) -> bool:
-    """Whether the request ended as it did through the server: an answer of 500 and above, or none."""
+    """True if the request ended as it did through the server: an answer of 500 and above, or none."""
     return event.code == CANCELED if event.status is None else event.status >= 500
 
 
-def _of_observed(event: Observed) -> Attributes:
+def _observed_attributes(event: Observed) -> Attributes:
     """The end that enforcing would have given it."""
     attributes: Attributes = {
         semconv.OBSERVED_DECISION: event.verdict.value,
@@ -440,23 +440,23 @@ def _of_observed(event: Observed) -> Attributes:
     return attributes
 
 
-def _of_waiting(event: Admitted | Refused) -> Attributes:
+def _waiting_attributes(event: Admitted | Refused) -> Attributes:
     """How long it waited and starved; zeros where it did not."""
     attributes: Attributes = {
         semconv.ADMISSION_QUEUE_WAIT_S: event.queue_wait_us / 1e6,
         semconv.ADMISSION_STARVATION_S: event.starvation_us / 1e6,
     }
     if event.served_ahead:
-        attributes.update(_of_served_ahead(event))
+        attributes.update(_served_ahead_attributes(event))
     return attributes
 
 
-def _of_served_ahead(event: Admitted | Refused) -> Attributes:
+def _served_ahead_attributes(event: Admitted | Refused) -> Attributes:
     """Tokens that went ahead of it, by tier."""
     return {semconv.ADMISSION_SERVED_AHEAD_PREFIX + tier: tokens for tier, tokens in event.served_ahead.items()}
 
 
-def _of_settlement(event: Settled) -> Attributes:
+def _settlement_attributes(event: Settled) -> Attributes:
     """How the admitted request ended."""
     attributes: Attributes = {
         semconv.ADMISSION_OUTCOME: event.outcome._value_,
@@ -467,12 +467,12 @@ def _of_settlement(event: Settled) -> Attributes:
     if event.growths:
         attributes[semconv.ADMISSION_GROWTHS] = event.growths
     if event.gain is not None:
-        attributes.update(_of_gain(event.gain))
+        attributes.update(_gain_attributes(event.gain))
     return attributes
 
 
-def _of_gain(gain: ServiceGain) -> Attributes:
-    """What it earned, in weighted tokens, and whether its tier's objective was met."""
+def _gain_attributes(gain: ServiceGain) -> Attributes:
+    """Gain in weighted tokens, and whether its tier's objective was met."""
     return {
         semconv.GAIN_EARNED: gain.earned,
         semconv.GAIN_ATTAINABLE: gain.attainable,
@@ -480,7 +480,7 @@ def _of_gain(gain: ServiceGain) -> Attributes:
     }
 
 
-def _of_engine_request(classified: Classified, settings: SpanSettings) -> Attributes:
+def _engine_request_attributes(classified: Classified, settings: SpanSettings) -> Attributes:
     """The attributes that the GenAI conventions want when a call to a model starts."""
     attributes: Attributes = {
         semconv.GEN_AI_OPERATION_NAME: semconv.OPERATIONS.get(classified.api, classified.api),

@@ -25,12 +25,12 @@ from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvi
 from sidecar.events import Received
 from sidecar.telemetry import semconv
 from sidecar.telemetry.failures import FirstFailure
-from sidecar.telemetry.providers import none_is_set
+from sidecar.telemetry.providers import no_tracers_are_set
 from sidecar.telemetry.request_record import RequestRecord, TraceIds
 from sidecar.telemetry.spans.links import FindLinks
 from sidecar.telemetry.spans.long_waits import LongWaits
 from sidecar.telemetry.spans.open_span import Attributes, OpenSpan
-from sidecar.telemetry.spans.propagation import parent_of
+from sidecar.telemetry.spans.propagation import parent_for
 from sidecar.telemetry.spans.request_spans import RequestSpans, SpanSettings
 from sidecar.version import __version__
 
@@ -77,7 +77,7 @@ class RequestTracer:
         self._provider = None
 
     def is_active(self) -> bool:
-        """Whether there is an SDK that may record, as one may that failed now: the next request asks it again."""
+        """True if there is an SDK that may record, as one may that failed now: the next request asks it again."""
         try:
             return self._current() is not None
         except Exception:
@@ -93,8 +93,10 @@ class RequestTracer:
             tracer = self._current()
             if tracer is None:
                 return None
-            parent, kind = parent_of(event)
-            span = tracer.start_span(semconv.ADMISSION, parent, kind, _of_request(event), start_time=event.wall_ns)
+            parent, kind = parent_for(event)
+            span = tracer.start_span(
+                semconv.ADMISSION, parent, kind, _request_attributes(event), start_time=event.wall_ns
+            )
             has_context = span.is_recording() or span.get_span_context().is_valid
             return OpenSpan(tracer, span, parent) if has_context else None
         except Exception:
@@ -109,11 +111,11 @@ class RequestTracer:
 
     def _current(self) -> trace.Tracer | None:
         """The tracer now, None where nothing records spans."""
-        if self.is_global and none_is_set():
+        if self.is_global and no_tracers_are_set():
             return None
         provider = self._given_provider or trace.get_tracer_provider()
         if provider is not self._provider:
-            self._tracer = _tracer_of(provider)
+            self._tracer = _recording_tracer(provider)
             if self.is_mounted and self._settings.writes_usage is None and hasattr(provider, "add_span_processor"):
                 from sidecar.telemetry.spans.app_usage import follow_app_usage
 
@@ -128,7 +130,7 @@ def trace_ids(span: OpenSpan) -> TraceIds:
     return TraceIds(context.trace_id, context.span_id, span.span.is_recording() and context.trace_flags.sampled)
 
 
-def _of_request(event: Received) -> Attributes:
+def _request_attributes(event: Received) -> Attributes:
     return {
         semconv.HTTP_REQUEST_METHOD: event.method,
         semconv.URL_PATH: event.path,
@@ -136,7 +138,7 @@ def _of_request(event: Received) -> Attributes:
     }
 
 
-def _tracer_of(provider: trace.TracerProvider) -> trace.Tracer | None:
+def _recording_tracer(provider: trace.TracerProvider) -> trace.Tracer | None:
     """The provider's tracer, or None where it records nothing (no SDK, or an SDK switched off by OTEL_SDK_DISABLED)."""
     if isinstance(provider, ProxyTracerProvider | NoOpTracerProvider):
         return None

@@ -64,7 +64,7 @@ def _says_engine_priority(policy: Policy) -> Asking:
     dialect = policy.engine()
 
     def asking(stream: ArrivalStream) -> tuple[Mapping[str, str], Mapping[str, object]]:
-        level = policy.level_of(stream.tier)
+        level = policy.level_for(stream.tier)
         assert level is not None
         return {}, {"priority": dialect.priority(level, len(policy.tiers))}
 
@@ -185,7 +185,7 @@ def _processes(commands: Sequence[Sequence[str]], store: str | None = None) -> I
     processes: list[subprocess.Popen[str]] = []
     try:
         processes += (_start(command, store) for command in commands)
-        yield [_Ports(_port_of(process), _port_of(process)) for process in processes]
+        yield [_Ports(_read_port(process), _read_port(process)) for process in processes]
     finally:
         _end(processes)
 
@@ -216,7 +216,7 @@ def _start(command: Sequence[str], store: str | None) -> subprocess.Popen[str]:
     )
 
 
-def _port_of(process: subprocess.Popen[str]) -> int:
+def _read_port(process: subprocess.Popen[str]) -> int:
     assert process.stdout is not None
     line = process.stdout.readline().strip()
     if not line.isdigit():

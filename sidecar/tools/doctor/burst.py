@@ -90,7 +90,7 @@ class Burst:
 
     @property
     def is_cut(self) -> bool:
-        """Whether requests were still waiting when it was cut short."""
+        """True if requests were still waiting when it was cut short."""
         return any(map(self._is_cut, self.seen))
 
     @property
@@ -100,11 +100,11 @@ class Burst:
 
     @property
     def is_refused(self) -> bool:
-        """Whether most of its requests were."""
+        """True if most of its requests were."""
         return 2 * len(self.refused) > len(self.seen)
 
     def is_answered_by(self, status: int) -> bool:
-        """Whether any of its requests was refused with this status."""
+        """True if any of its requests was refused with this status."""
         return any(one.status == status for one in self.refused)
 
     @property
@@ -141,7 +141,7 @@ class Burst:
 
     @property
     def mean_at_once(self) -> float:
-        """The same on average, while any ran; 0 where none did."""
+        """Requests at once on average, while any ran; 0 where none did."""
         stays = [(one.first_token_s, one.end_s) for one in self.seen if one.first_token_s is not None]
         busy_s = max((end_s for _, end_s in stays), default=0.0) - min((first_s for first_s, _ in stays), default=0.0)
         return sum(end_s - first_s for first_s, end_s in stays) / busy_s if busy_s > 0 else 0.0
@@ -176,7 +176,7 @@ class Burst:
         return one.first_token_s > self.first_completion_s
 
     def _is_cut(self, one: Seen) -> bool:
-        """Whether it was still waiting when the burst was cut short."""
+        """True if it was still waiting when the burst was cut short."""
         return one.first_token_s is None and one.end_s - one.sent_s >= self.allowed_s - CUT_WITHIN_S
 
 
@@ -238,11 +238,11 @@ def queueing(burst: Burst, control: Burst | None, engine: type[Engine], max_runn
 
 
 def seems_switched_off(burst: Burst, engine: type[Engine]) -> bool:
-    """Whether the engine shows no queue: requests beyond its size are refused, and none waits."""
+    """True if the engine shows no queue: requests beyond its size are refused, and none waits."""
     status = engine.overload_status
     return status is not None and burst.is_answered_by(status) and burst.waiting_inside == 0
 
 
 def queueing_at_sidecar(burst: Burst) -> Queueing:
-    """The same for one of our own sidecars, which says of each request how long it held it."""
+    """Queueing at one of our own sidecars, which says of each request how long it held it."""
     return Queueing.INSIDE if burst.held_at_sidecar >= FEWEST else Queueing.TOO_LITTLE

@@ -67,7 +67,7 @@ def read_only(survey: Survey) -> Sequence[Condition]:
         "scheduler policy", ConditionState.UNKNOWN, f"no page of {name} says so; a burst would show it"
     )
     if facts.by_priority is not None:
-        scheduler = _said(survey)
+        scheduler = _scheduler_condition(survey)
     direction = Condition("direction", ConditionState.UNKNOWN, "takes a burst to see")
     if facts.is_inverted:
         direction = Condition("direction", ConditionState.BROKEN, _inverted_by(survey), inverted(survey.engine, facts))
@@ -107,12 +107,12 @@ def _field_path(survey: Survey, probed: Probed) -> Condition:
 
 
 def _shows_nothing(survey: Survey, probed: Probed) -> bool:
-    """Whether requests had to wait for the engine, and their order has nothing to do with their priorities."""
+    """True if requests had to wait for the engine, and their order has nothing to do with their priorities."""
     return probed.effect is Effect.NONE and probed.queueing(survey) in (Queueing.INSIDE, Queueing.BOUNDED)
 
 
 def _makes_no_difference(survey: Survey, probed: Probed) -> bool:
-    """The same, of an engine that says that it uses priority."""
+    """True if priority shows no effect at an engine that says that it uses priority."""
     return bool(survey.facts.by_priority) and not probed.is_sidecar and _shows_nothing(survey, probed)
 
 
@@ -147,11 +147,11 @@ def _scheduler(survey: Survey, probed: Probed) -> Condition:
         mend = None if probed.is_sidecar else survey.engine.advice.scheduler
         return Condition(name, ConditionState.BROKEN, order(probed.mixed[-1], probed.control), mend)
     if survey.facts.by_priority is not None and not probed.is_sidecar:
-        return _said(survey)
+        return _scheduler_condition(survey)
     return Condition(name, ConditionState.UNKNOWN, "nothing that could show it has happened")
 
 
-def _said(survey: Survey) -> Condition:
+def _scheduler_condition(survey: Survey) -> Condition:
     """The engine's own statement about its scheduler."""
     facts, name = survey.facts, "scheduler policy"
     where = facts.source("by_priority")
@@ -320,7 +320,7 @@ def inverted(engine: type[Engine], facts: Facts) -> str:
 
 
 def is_before(version: str | None, other: str) -> bool:
-    """Whether a version is older than another; False where it cannot be read."""
+    """True if a version is older than another; False where it cannot be read."""
     found = _numbers(version or "")
     return bool(found) and found < _numbers(other)
 

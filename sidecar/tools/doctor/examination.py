@@ -71,7 +71,7 @@ class Examination:
 
     @property
     def reports_cached_tokens(self) -> bool | None:
-        """Whether answers say how much of a prompt was cached. SGLang's pages say it, of vLLM only its answers."""
+        """True if answers say how much of a prompt was cached. SGLang's pages say it, of vLLM only its answers."""
         reported = self.survey.facts.reports_cached_tokens
         if reported is None and self.probed is not None and self.probed.alone.prompt_tokens is not None:
             return self.probed.alone.cached_tokens is not None
@@ -148,7 +148,7 @@ class Finding:
 
 def compare(policy: Policy | None, survey: Survey) -> Sequence[Finding]:
     """All findings, those that break everything first. Without a policy only what the engine itself should not do."""
-    found = [*(_of_policy(policy, survey) if policy is not None else ()), *_of_engine(survey)]
+    found = [*(_policy_findings(policy, survey) if policy is not None else ()), *_engine_findings(survey)]
     return sorted(found, key=lambda finding: not finding.is_broken)
 
 
@@ -173,7 +173,7 @@ def sent(policy: Policy) -> str:
     return f"by {ways[0].title}: {', '.join(values)}" if ways else "nothing: the policy's engine is none"
 
 
-def _of_policy(policy: Policy, survey: Survey) -> Iterator[Finding]:
+def _policy_findings(policy: Policy, survey: Survey) -> Iterator[Finding]:
     name, engine = policy.engine.name, survey.engine
     if policy.engine is NoPriorityEngine:
         yield Finding(
@@ -238,7 +238,7 @@ def _spread(policy: Policy, survey: Survey) -> Iterator[Finding]:
         )
 
 
-def _of_engine(survey: Survey) -> Iterator[Finding]:
+def _engine_findings(survey: Survey) -> Iterator[Finding]:
     facts, option, title = survey.facts, survey.engine.advice.default_priority, survey.engine.title
     if option is not None and facts.by_priority and facts.default_priority is None:
         harm = ", and any that has one throws them out while they run" if facts.preempts_beyond is not None else ""

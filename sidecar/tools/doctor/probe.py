@@ -45,7 +45,7 @@ class Probed:
 
     @property
     def is_sidecar(self) -> bool:
-        """Whether one of our own sidecars answers."""
+        """True if one of our own sidecars answers."""
         return TIER_HEADER in self.alone.headers
 
     @property
@@ -59,7 +59,7 @@ class Probed:
         return self.mixed[-1].judgment.effect if self.mixed else None
 
     def queueing(self, survey: Survey) -> Queueing:
-        """Whether requests had to wait inside the engine."""
+        """Sign that requests had to wait inside the engine."""
         if not self.mixed:
             return Queueing.TOO_LITTLE
         if self.is_sidecar:
@@ -124,7 +124,7 @@ class Probe:
             size = None if self._is_enough(probed) else next_size(burst, self._most)
 
     def _is_enough(self, probed: Probed) -> bool:
-        """Whether the last burst says something, or a larger one would not say more."""
+        """True if the last burst says something, or a larger one would not say more."""
         match probed.effect:
             case Effect.BY_PRIORITY | Effect.INVERTED:
                 return True

@@ -50,7 +50,7 @@ def headline(examination: Examination) -> str:
 
 
 def mistakes(examination: Examination) -> Sequence[str]:
-    """What is broken, and where policy and engine differ, each with what to change."""
+    """Defects, and differences of policy and engine, each with what to change."""
     broken = [one.fix for one in examination.conditions if one.fix is not None and one.state is ConditionState.BROKEN]
     return list(dict.fromkeys([*broken, *(f"{one.text}: {one.fix}" for one in examination.findings)]))
 

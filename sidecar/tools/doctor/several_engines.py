@@ -40,7 +40,7 @@ class ExaminedEngine:
         return frozenset() if self.examination is None else frozenset(self.examination.survey.identity.models)
 
 
-async def places_of(url: str) -> frozenset[Place]:
+async def find_places(url: str) -> frozenset[Place]:
     """The places that an address leads to, by the system's resolver; empty where its name is not known."""
     parts = urlsplit(url)
     port = parts.port or _DEFAULT_PORTS[parts.scheme]

@@ -48,7 +48,7 @@ _TEMPLATE_TOKENS = 64
 
 @dataclass(slots=True)
 class SpeedProbe:
-    """What was seen. `lone` are the prompts that were alone, `batches` the requests that were sent at once.
+    """Answers of the probe. `lone` are the prompts that were alone, `batches` the requests that were sent at once.
 
     Only complete answers with the engine's own token counts are kept. `failed` are the errors of the others.
     """
@@ -124,7 +124,7 @@ async def measure(options: Options, say: Say) -> SpeedProbe:
 
 
 def _lengths(found: Survey) -> Sequence[int]:
-    """Those of `PROMPTS` that the model takes, with room for the chat template."""
+    """Lengths of `PROMPTS` that the model takes, with room for the chat template."""
     context = found.identity.context_tokens
     most = PROMPTS[-1] if context is None else context - _TEMPLATE_TOKENS - LONE_ANSWER_TOKENS
     taken = [length for length in PROMPTS if length <= most]

@@ -134,7 +134,7 @@ class Emulator:
         return Response("Cache flushed.\n")
 
     def _responses(self) -> list[BaseRoute]:
-        """Those of an engine that runs responses in the background; they go before the plain one."""
+        """Routes of an engine that runs responses in the background; they go before the plain one."""
         if self.config.engine not in background.ENGINES:
             return []
         responses = background.Responses(self.engine)

@@ -119,7 +119,7 @@ class EmulatorConfig:
 
     @property
     def has_kv_limit(self) -> bool:
-        """Whether the KV cache has a size of its own."""
+        """True if the KV cache has a size of its own."""
         return self.steps.kv_tokens < MOST
 
     @property

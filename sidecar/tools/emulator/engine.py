@@ -226,7 +226,7 @@ class EmulatedEngine:
         return wanted
 
     def _make_room(self, newcomer: Generation) -> bool:
-        """Whether the newcomer may queue, after the engine that does so threw out who is worse."""
+        """True if the newcomer may queue, after the engine that does so threw out who is worse."""
         most, api = self.config.max_queued, newcomer.ask.api
         length = self.dialect.queue_length(api, self.waiting, self.running)
         if most is None or length is None or length + len(newcomer.choices) <= most:
@@ -240,7 +240,7 @@ class EmulatedEngine:
         return True
 
     def _outranks(self, newcomer: Generation, waiting: Generation) -> bool:
-        """Whether a newcomer is strictly more important than a waiting request, arrival left aside."""
+        """True if a newcomer is strictly more important than a waiting request, arrival left aside."""
         order = self.dialect.queue_order
         return order(newcomer.rank, 0.0)[:1] < order(waiting.rank, 0.0)[:1]
 

@@ -86,7 +86,7 @@ class _Active:
         self._set_at_s = time.monotonic()
 
     def applies(self, *, generates: bool) -> bool:
-        """Whether this request gets it. Counts the request."""
+        """True if this request gets it. Counts the request."""
         fault = self.fault
         if not generates and not fault.pages:
             return False

@@ -53,7 +53,7 @@ class GeneratedChoice(Job):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every token was generated."""
+        """True if every token was generated."""
         return self.generated == self.output
 
     @property
@@ -148,7 +148,9 @@ class Generation:
 
     @property
     def cached(self) -> Sequence[CachedPrompt]:
-        """What each prompt found in the prefix cache, and left there. Of several choices the first one counts."""
+        """Tokens that each prompt found in the prefix cache, and left there. Of several choices the first one
+        counts.
+        """
         return [
             CachedPrompt(first.cached_tokens, max(first.publishable_tokens - first.cached_tokens, 0))
             for first in self.choices[:: self.ask.choices]

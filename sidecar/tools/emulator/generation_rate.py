@@ -35,5 +35,5 @@ class GenerationRate:
             self._since_s, self._steps, self._tokens = now_s, 0, 0
 
     def tokens_per_s(self, now_s: float) -> float:
-        """What the engine reports now."""
+        """Rate that the engine reports now."""
         return self._measured if now_s - self._last_s <= FORGOTTEN_AFTER_S else 0.0

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sidecar.apis import Api
-from sidecar.tools.emulator.request import BYTES_PER_TOKEN, Body, text_of
+from sidecar.tools.emulator.request import BYTES_PER_TOKEN, Body, read_text
 from sidecar.tools.step_model.kv_cache import BlockHash
 
 _HASH_BYTES = 16
@@ -86,14 +86,14 @@ def read_prompts(api: Api, body: Body) -> Iterator[list[Piece]]:
     if api is Api.COMPLETIONS:
         yield from ([piece] for piece in _completions(body["prompt"]))
     elif api is Api.RESPONSES:
-        yield [Piece(b"system", text_of(body.get("instructions"))), *_turns(body["input"])]
+        yield [Piece(b"system", read_text(body.get("instructions"))), *_turns(body["input"])]
     else:
-        yield [Piece(b"system", text_of(body.get("system"))), *_turns(body["messages"])]
+        yield [Piece(b"system", read_text(body.get("system"))), *_turns(body["messages"])]
 
 
 def _completions(prompt: Any) -> Iterator[Piece]:
     if isinstance(prompt, str):
-        yield Piece(b"text", text_of(prompt))
+        yield Piece(b"text", read_text(prompt))
     elif isinstance(prompt[0], int):
         yield Piece(b"ids", array("I", [token & _ID_MASK for token in prompt]).tobytes())
     else:
@@ -105,4 +105,4 @@ def _turns(value: Any) -> Iterator[Piece]:
     """Messages and input items, each with its role; a plain string is the user's."""
     for turn in value if isinstance(value, list) else [{"role": "user", "content": value}]:
         role = turn.get("role") if isinstance(turn, Mapping) else None
-        yield Piece(str(role).encode("utf-8", "surrogatepass"), text_of(turn))
+        yield Piece(str(role).encode("utf-8", "surrogatepass"), read_text(turn))

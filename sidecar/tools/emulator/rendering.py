@@ -36,7 +36,7 @@ class Rendering:
         self._numbers = itertools.count(1)
 
     async def respond(self, request: Request) -> Response:
-        """What the page answers."""
+        """Answers for the page."""
         try:
             rendered = self._rendered(await request.body())
         except ClientDisconnect:

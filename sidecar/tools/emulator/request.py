@@ -151,15 +151,15 @@ def _is_token(value: object) -> bool:
 
 
 def _tokens(*texts: object) -> int:
-    return max(1, -(-sum(len(text_of(text)) for text in texts) // BYTES_PER_TOKEN))
+    return max(1, -(-sum(len(read_text(text)) for text in texts) // BYTES_PER_TOKEN))
 
 
-def text_of(value: object) -> bytes:
+def read_text(value: object) -> bytes:
     """Every text in messages, content parts and input items, in their order; images and the like are left out."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
     if isinstance(value, list):
-        return b"".join(map(text_of, value))
+        return b"".join(map(read_text, value))
     if isinstance(value, Mapping):
-        return text_of(value.get("content")) + text_of(value.get("text"))
+        return read_text(value.get("content")) + read_text(value.get("text"))
     return b""

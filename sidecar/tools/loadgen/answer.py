@@ -136,7 +136,7 @@ class ClientAnswer:
         # SGLang reports an overload like this, under a 200 that was sent before it was known; the emulator follows its
         # versions that send the bare object, without `error` around it.
         may_be_problem = event.error is not None or (event.choices is None and event.usage is None)
-        if may_be_problem and (problem := problem_of(data)):
+        if may_be_problem and (problem := read_problem(data)):
             self.fail(problem)
 
     def _note(self, event: _Event) -> None:
@@ -167,7 +167,7 @@ class ClientAnswer:
     def _end_whole(self) -> None:
         body = bytes(self._buffer)
         if not self._is_success:
-            said = (problem_of(body) or _shown(body)).removeprefix(f"{self.status}: ")
+            said = (read_problem(body) or _shown(body)).removeprefix(f"{self.status}: ")
             self.fail(f"HTTP {self.status}: {said}" if said else f"HTTP {self.status}")
             return
         try:
@@ -181,10 +181,10 @@ class ClientAnswer:
         if isinstance(content, str):
             self._text.append(content)
         if event.error is not None:
-            self.fail(problem_of(body) or "an error without a message")
+            self.fail(read_problem(body) or "an error without a message")
 
 
-def problem_of(body: bytes) -> str | None:
+def read_problem(body: bytes) -> str | None:
     """A JSON error body in one line: its code where it has one, and its message. None for anything else.
 
     Understands OpenAI's `{"error": {"message", "code"}}`, TensorRT-LLM's `{"error": "..."}`, the bare

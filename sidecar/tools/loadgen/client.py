@@ -71,7 +71,7 @@ class Seen:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole answer came, and was none that says that something went wrong."""
+        """True if the whole answer came, and was none that says that something went wrong."""
         return self.error is None
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import aiohttp
 
 from sidecar.engines.pages import Page, Unread
-from sidecar.unix_address import url_of
+from sidecar.unix_address import url_for
 from sidecar.via import PSEUDONYM
 
 PATIENCE_S = 5.0
@@ -50,7 +50,7 @@ class HttpPages:
         """See `Pages.get`."""
         try:
             async with self._session.get(
-                url_of(self._url) + path, headers=self._headers, timeout=self._timeout, allow_redirects=False
+                url_for(self._url) + path, headers=self._headers, timeout=self._timeout, allow_redirects=False
             ) as response:
                 self.is_sidecar = self.is_sidecar or PSEUDONYM in response.headers.get("via", "")
                 return Page(response.status, (await self._body(response)).decode("utf-8", "replace"))

@@ -50,7 +50,7 @@ class Words:
 
     @property
     def is_exact(self) -> bool:
-        """Whether prompts have the very number of tokens that was asked for."""
+        """True if prompts have the very number of tokens that was asked for."""
         return bool(self.singles)
 
     def text(self, tokens: int, rng: random.Random, blocks: Sequence[str] = (), block: int = 0) -> str:
@@ -97,7 +97,7 @@ async def learn(count: Count, count_prompt: Count, source: str) -> Words | None:
     return Words(words.singles, short - _CHECKED_TOKENS, source)
 
 
-async def words_of(server: AskedServer, model: str, tokenizer: str | None, *, chat: bool) -> Words:
+async def new_words(server: AskedServer, model: str, tokenizer: str | None, *, chat: bool) -> Words:
     """The vocabulary for prompts of exact length. Raises NoTokenizer for a file that was named and cannot be used."""
     if tokenizer is not None:
         counter = TokenizerCounter(tokenizer)

@@ -13,7 +13,7 @@ from sidecar.tools.loadgen import Progress, Seen, play
 from sidecar.tools.replay.control import Control
 from sidecar.tools.replay.figures import RunFigures, door_wait, measure, request_id, starvation_by_request
 from sidecar.tools.replay.plan import Asking, By, plan
-from sidecar.tools.replay.prompts import Words, Writer, words_of
+from sidecar.tools.replay.prompts import Words, Writer, new_words
 from sidecar.tools.replay.server import AskedServer, Model
 from sidecar.tools.replay.trace import Trace, TraceRow
 
@@ -75,7 +75,7 @@ async def find(
     async with AskedServer(urls[0], api_key) as server:
         said = await server.model()
         named = said if model is None else replace(said, name=model)
-        words = await words_of(server, named.name, tokenizer, chat=chat)
+        words = await new_words(server, named.name, tokenizer, chat=chat)
     return ReplayTarget(urls, named, engine or said.engine or NoPriorityEngine, words)
 
 

@@ -12,9 +12,9 @@ import aiohttp
 import msgspec
 
 from sidecar.engines import Engine
-from sidecar.engines.discovery import engine_of_owner
+from sidecar.engines.discovery import engine_by_owner
 from sidecar.errors import CapacityUnknown, Draining, InvalidApiKey, InvalidBody, StoreUnavailable
-from sidecar.tools.loadgen.answer import problem_of
+from sidecar.tools.loadgen.answer import read_problem
 from sidecar.tools.loadgen.pages import why_not
 
 TIMEOUT_S = 10.0
@@ -80,7 +80,7 @@ class AskedServer(AbstractAsyncContextManager["AskedServer"]):
         if not cards:
             raise ServerNoAnswer(f"{self.url}/v1/models has no model; is the engine still loading it?")
         card = cards[0]
-        return Model(card.id, engine_of_owner(card.owned_by), card.max_model_len)
+        return Model(card.id, engine_by_owner(card.owned_by), card.max_model_len)
 
     async def count(self, body: Mapping[str, Any]) -> int | None:
         """The tokens of a prompt, by the engine's own `/tokenize`; None where it has none, or not for such a body.
@@ -93,7 +93,7 @@ class AskedServer(AbstractAsyncContextManager["AskedServer"]):
             return None
 
     async def enforces(self, path: str) -> bool:
-        """Whether admission control answers here, by its refusal of an empty body. Raises ServerNoAnswer."""
+        """True if admission control answers here, by its refusal of an empty body. Raises ServerNoAnswer."""
         status, headers, body = await self._exchange("POST", path, {})
         try:
             code = msgspec.json.decode(body, type=_Refusal).error.code
@@ -104,7 +104,7 @@ class AskedServer(AbstractAsyncContextManager["AskedServer"]):
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         status, _, answer = await self._exchange(method, path, body)
         if status != 200:
-            said = problem_of(answer)
+            said = read_problem(answer)
             raise ServerNoAnswer(f"{self.url}{path} answers {status}" + (f": {said}" if said else ""))
         return answer
 

@@ -63,7 +63,7 @@ def _basis(run: RunFigures) -> Sequence[str]:
     ]
 
 
-def _of_all(found: TtftOfAll | None) -> Sequence[str]:
+def _overall_cells(found: TtftOfAll | None) -> Sequence[str]:
     """Percentiles over all requests as they are shown."""
     if found is None:
         return ("-", "-", "-")
@@ -73,7 +73,7 @@ def _of_all(found: TtftOfAll | None) -> Sequence[str]:
 def compared_cells(found: TierComparison) -> Sequence[str]:
     """The figures of a tier in both runs, over all requests."""
     counts = map(str, (found.requests, found.failed_in_replay, found.failed_in_control))
-    return (*counts, *_of_all(found.replay_ttft_s), *_of_all(found.control_ttft_s))
+    return (*counts, *_overall_cells(found.replay_ttft_s), *_overall_cells(found.control_ttft_s))
 
 
 def meaning(run: RunFigures) -> str:

@@ -172,7 +172,7 @@ class TraceRow:
     priority: str | float | None = None
 
     def at(self, at_s: float | None) -> TraceRow:
-        """The same request at another time."""
+        """Copy of the row at another time."""
         return replace(self, at_s=at_s)
 
 
@@ -181,7 +181,7 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d
 
 
 def is_head(line: str) -> bool:
-    """Whether this is the first line of such a file."""
+    """True if this is the first line of such a file."""
     return [name.strip().strip('"').lower() for name in line.split(",")] == HEAD.lower().split(",")
 
 

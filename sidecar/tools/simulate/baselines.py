@@ -104,7 +104,7 @@ class VtcQueue:
 
 
 class BaselineAdmission:
-    """See `play.Admission`."""
+    """See `play.SimulatedAdmission`."""
 
     def __init__(self, name: str, policy: Policy, objectives: Mapping[int, Objective], stage: SimulatedEngines) -> None:
         self._policy, self._stage, self._objectives = policy, stage, objectives
@@ -194,7 +194,7 @@ def _routing(name: str, stage: SimulatedEngines) -> Routing:
     return CacheAware(stage.model.block_tokens) if name == "cache-aware" else FewestRequests()
 
 
-def queue_of(name: str, policy: Policy, objectives: Mapping[int, Objective]) -> Callable[[], JobQueue[Request]]:
+def new_queue(name: str, policy: Policy, objectives: Mapping[int, Objective]) -> Callable[[], JobQueue[Request]]:
     """The queue of each engine."""
     if name != "vtc":
         return KeyQueue

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from sidecar.admission.policy_snapshot import objective_of
+from sidecar.admission.policy_snapshot import objective_for
 from sidecar.gain.token_deadlines import Objective
 from sidecar.policy.model import Policy
 from sidecar.tools.replay.trace import Trace
-from sidecar.tools.simulate.baselines import BaselineAdmission, queue_of
+from sidecar.tools.simulate.baselines import BaselineAdmission, new_queue
 from sidecar.tools.simulate.figures import RunResult, result
 from sidecar.tools.simulate.load import Assign, Request, load
 from sidecar.tools.simulate.play import SimulatedAdmission, SimulatedEngines, play
@@ -33,7 +33,9 @@ _T = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all runs have in common. Clients leave after `patience_s` without a first token; None: none leaves."""
+    """Settings that all runs have in common. Clients leave after `patience_s` without a first token; None: none
+    leaves.
+    """
 
     trace: Trace
     model: EngineModel
@@ -62,7 +64,7 @@ class ComparedPolicy:
     @property
     def objectives(self) -> Mapping[int, Objective]:
         """The objectives of its tiers, by level; without those that have none."""
-        found = {tier.level: objective_of(tier) for tier in self.policy.tiers}
+        found = {tier.level: objective_for(tier) for tier in self.policy.tiers}
         return {level: objective for level, objective in found.items() if objective is not None}
 
 
@@ -84,7 +86,7 @@ def run(setting: Setting, candidate: ComparedPolicy, seed: int, scale: float) ->
     offered = _load(setting, candidate, seed, scale)
     loop = VirtualLoop()
     with loop.running():
-        queue = queue_of(candidate.name, policy, objectives) if candidate.baseline else KeyQueue
+        queue = new_queue(candidate.name, policy, objectives) if candidate.baseline else KeyQueue
         stage = SimulatedEngines(setting.model, setting.engines, loop, queue)
         admission: SimulatedAdmission = (
             BaselineAdmission(candidate.name, policy, objectives, stage)

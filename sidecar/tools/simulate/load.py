@@ -22,7 +22,7 @@ TENANTS = 20
 
 
 class Assign(str, Enum):
-    """What gets a tier: each request, or each tenant."""
+    """Unit that gets a tier: each request, or each tenant."""
 
     REQUEST = "request"
     TENANT = "tenant"

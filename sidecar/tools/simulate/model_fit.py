@@ -150,7 +150,7 @@ def _with_chunk(lone: Sequence[Seen], batches: Sequence[Sequence[Seen]], chunk: 
     step, prompt = Line(0.0, 0.0), Line(0.0, 0.0)
     for _ in range(_PASSES):
         step = fitted([_decoding(batch, prompt.slope_us) for batch in batches if any(map(_has_tpot, batch))])
-        prompt = _of_prompts(lone, step.at(1), chunk)
+        prompt = _prompt_line(lone, step.at(1), chunk)
     found = StepTimes(step.base_us, step.slope_us, prompt.slope_us, prompt.base_us, chunk, is_chunk_seen=True)
     return found, min(_misfit(lone, step.at(1) * dearer, chunk) for dearer in DEARER)
 
@@ -173,14 +173,14 @@ def _decoding(batch: Sequence[Seen], per_prefill_us: float) -> tuple[float, floa
     return statistics.median(x for x, _ in points), statistics.median(y for _, y in points)
 
 
-def _of_prompts(lone: Sequence[Seen], step_us: float, chunk: int) -> Line:
+def _prompt_line(lone: Sequence[Seen], step_us: float, chunk: int) -> Line:
     """The time of a prompt without its steps: its slope is that of a token, and its base the time in no step."""
     return fitted([(float(_computed(one)), (one.ttft_s or 0.0) * 1e6 - _steps(one, chunk) * step_us) for one in lone])
 
 
 def _misfit(lone: Sequence[Seen], step_us: float, chunk: int) -> float:
     """The mean difference of fitted and measured times to a first token, in microseconds. Of a length its median."""
-    line = _of_prompts(lone, step_us, chunk)
+    line = _prompt_line(lone, step_us, chunk)
     by_length: dict[str, list[float]] = {}
     for one in lone:
         fitted_us = line.base_us + _steps(one, chunk) * step_us + line.slope_us * _computed(one)
@@ -228,7 +228,7 @@ def at_once(seen: Sequence[Seen]) -> int:
 
 
 class _SendsAtOnce:
-    """See `play.Admission`: there is none, every request goes to the engine as it comes."""
+    """See `play.SimulatedAdmission`: there is none, every request goes to the engine as it comes."""
 
     def __init__(self, stage: SimulatedEngines) -> None:
         self._stage = stage
@@ -313,7 +313,7 @@ def as_yaml(fitted: FittedModel, probe: SpeedProbe, date: str) -> str:
 
 
 def report(fitted: FittedModel, probe: SpeedProbe) -> str:
-    """The same for people, without a line's end at its end."""
+    """Report for people, without a line's end at its end."""
     model = fitted.model
     said = {key: f"{getattr(model, key):,}" for key in fitted.reasons}
     rows: list[tuple[str, str, str]] = [

@@ -20,7 +20,7 @@ ABANDONED = "abandoned"
 
 
 class SimulatedAdmission(Protocol):
-    """What stands before the engines: the product's pool, or a baseline."""
+    """Admission before the engines: the product's pool, or a baseline."""
 
     def arrives(self, request: Request) -> None:
         """A request is offered."""
@@ -32,7 +32,7 @@ class SimulatedAdmission(Protocol):
         """Its first token came."""
 
     def reached(self, request: Request) -> None:
-        """It has the length at which the admission wanted to hear of it."""
+        """It has the length at which the admission wanted to hear of it, or runs again after a preemption."""
 
     def finished(self, request: Request) -> None:
         """Its answer is complete."""
@@ -103,7 +103,7 @@ class _Patience:
         return None
 
     def leaving(self, coming: int, now_us: int) -> Iterator[Request]:
-        """Those that leave now, once each."""
+        """Requests that leave now, once each."""
         while (due_us := self.due_us(coming)) is not None and due_us <= now_us:
             self._next += 1
             yield self._offered[self._next - 1]
@@ -163,7 +163,7 @@ def _tell(found: PlanEnd[Request], admission: SimulatedAdmission, now_us: int) -
     for one in found.first:
         one.first_us, one.has_left = now_us, False
         admission.first_token(one)
-    for one in found.reached:
+    for one in (*found.resumed, *found.reached):  # a length that was asked for before a preemption is forgotten
         admission.reached(one)
     for one in found.finished:
         one.end_us = now_us

@@ -16,7 +16,7 @@ from functools import partial
 
 from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, sized_ask
-from sidecar.admission.policy_snapshot import objective_of
+from sidecar.admission.policy_snapshot import objective_for
 from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.turn import EndCause, Turn, TurnEnded
 from sidecar.admission.usage import UsageReader
@@ -42,11 +42,14 @@ _PAYLOAD = decode(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "use
 class _Held:
     """One request in the pool, at its place there.
 
-    `removed` is done when an engine no longer runs it: whether it waits again. `left` is done when its client leaves
+    `removed` is done when an engine no longer runs it: whether it waits again. One that `is_preempted` before it
+    `is_sent` waits again without it. `left` is done when its client leaves
     while it waits.
     """
 
-    __slots__ = ("answer", "left", "place", "removed", "request", "size", "sized", "turn")
+    __slots__ = (
+        "answer", "is_preempted", "is_sent", "left", "place", "removed", "request", "size", "sized", "turn",
+    )  # fmt: skip
 
     def __init__(self, request: Request, sized: SizedRequest, place: int, left: asyncio.Future[None]) -> None:
         self.request = request
@@ -57,6 +60,7 @@ class _Held:
         self.removed: asyncio.Future[bool]
         self.answer = UsageReader()
         self.size: LeaseSize | None = None
+        self.is_sent = self.is_preempted = False
 
 
 class _TrueSpeeds(EngineSpeeds):
@@ -78,11 +82,11 @@ class _TrueSpeeds(EngineSpeeds):
 
 
 class ProductAdmission:
-    """See `play.Admission`. The pool is as large as the engines are."""
+    """See `play.SimulatedAdmission`. The pool is as large as the engines are."""
 
     def __init__(self, policy: Policy, stage: SimulatedEngines) -> None:
         self._policy, self._stage = policy, stage
-        self._objectives = [objective_of(tier) if policy.rules.is_by_gain else None for tier in policy.tiers]
+        self._objectives = [objective_for(tier) if policy.rules.is_by_gain else None for tier in policy.tiers]
         self._pool = _pool(policy, stage, lambda: stage.loop.now_us)
         self._sizes = LeaseSizes(policy.learn, self._pool.now_us, LengthEstimator())
         self._gain = GainMeter(self._pool.now_us, self._sizes)
@@ -149,21 +153,32 @@ class ProductAdmission:
         request, turn, granted = held.request, held.turn, held.turn.granted
         try:
             lease = await turn.enter(sized_ask(self._pool, held.sized, self._sizes, self._appraise))
-            lease.on_preempt = partial(self._stage.abort, request)
+            lease.on_preempt = partial(self._preempt, held)
             waits_again = True
             while waits_again:
                 grant = await granted()
+                granted = turn.requeue
+                if held.is_preempted:  # in the moment of its grant
+                    held.is_preempted = False
+                    continue
+                held.is_sent = True
                 held.removed = self._stage.loop.create_future()
                 if held.sized.expected is not None:
                     held.size = self._sizes.begin(held.sized.expected, lease, held.answer, streams=True)
                 request.place = (float(grant.level),), request.place[1] or held.place
                 self._stage.send(request, 0 if grant.engine is None else int(grant.engine.partition("#")[0][1:]))
                 waits_again = await held.removed
-                granted = turn.requeue
+                held.is_sent = False
         except TurnEnded as end:
             self._end(request, ABANDONED if end.cause is EndCause.DISCONNECTED else QueueTimeout.code)
         except AdmissionError as error:
             self._end(request, error.code)
+
+    def _preempt(self, held: _Held) -> None:
+        if held.is_sent:
+            self._stage.abort(held.request)
+        else:
+            held.is_preempted = True
 
     def _sized(self, request: Request) -> SizedRequest:
         """The request, as the intake would have read it from a body that says no maximum of its output."""
@@ -223,7 +238,7 @@ def _pool(policy: Policy, stage: SimulatedEngines, now_us: Callable[[], int]) ->
     """A pool as large as the engines: the policy's own figures are those of other engines."""
     model, count = stage.model, len(stage.engines)
     if count == 1 and policy.engines is None:
-        sized = replace(policy, rules=policy.rules_of(model.kv_tokens, model.max_sequences))
+        sized = replace(policy, rules=policy.rules_for(model.kv_tokens, model.max_sequences))
         return Pool(sized, now_us)
     prefill = model.chunk_tokens if policy.engines is None else policy.engines.prefill
     pool = Pool(policy, now_us, weight_percent=WEIGHT_PERCENT)

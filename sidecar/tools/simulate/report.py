@@ -35,7 +35,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 def differences(runs: Sequence[Sequence[RunResult]]) -> Iterator[str]:
-    """What differs from the first policy, in sentences."""
+    """Differences from the first policy, in sentences."""
     first = runs[0]
     for other in runs[1:]:
         parts = list(_differing(first, other))
@@ -91,7 +91,7 @@ def _bars(runs: Sequence[Sequence[RunResult]], tiers: Sequence[str]) -> Iterator
 
 
 def tiers(runs: Sequence[Sequence[RunResult]]) -> Table:
-    """The same by tier; requests, refused and abandoned are those of a run."""
+    """Table by tier; requests, refused and abandoned are those of a run."""
     columns = (
         "policy", "tier", "requests", "SLO", "TDG", "TTFT p50, s", "TTFT p99, s", "longest wait, s", "refused",
         "abandoned", "of the tokens",

@@ -43,7 +43,7 @@ class PlanStart(Generic[J]):
 
 @dataclass(frozen=True, slots=True)
 class PlanEnd(Generic[J]):
-    """What a plan brought. `emitted` have a new token, for `first` it is the first one.
+    """Result of a plan. `emitted` have a new token, for `first` it is the first one.
 
     `resumed` generate again after a preemption: lengths that were asked for before are forgotten. `reached` have a
     length that was asked for, `finished` ended, and `removed` were to leave.

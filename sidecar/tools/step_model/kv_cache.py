@@ -41,7 +41,9 @@ class PrefixObserver(Protocol):
 
 
 class Holding:
-    """What one running sequence holds. `cached_tokens` were found when it was admitted, so nothing computes them."""
+    """Blocks that one running sequence holds. `cached_tokens` were found when it was admitted, so nothing computes
+    them.
+    """
 
     __slots__ = ("_blocks", "_private", "_published", "_shared", "cached_tokens")
 
@@ -93,7 +95,7 @@ class KvCache:
         return len(self._holders) + len(self._idle)
 
     def fits(self, tokens: int) -> bool:
-        """Whether a sequence that holds `tokens` could ever run."""
+        """True if a sequence that holds `tokens` could ever run."""
         return self._blocks_for(tokens) <= self.blocks
 
     def hit_length(self, prompt: Sequence[BlockHash], prompt_tokens: int) -> int:

@@ -39,13 +39,6 @@ def figures(requests: Sequence[tuple[ClientResult, ServedGeneration]], slots: in
     return measure("a run", TIERS, seen, shuffled, slots)
 
 
-def test_who_only_waits_its_turn_does_not_starve() -> None:
-    tier = figures([request(n, n * 1.0, 10.0 + n) for n in range(5)]).tiers["batch"]
-    assert tier.requests == 5
-    assert tier.queue_wait_s == {"p50": 10.0, "p95": 10.0, "p99": 10.0}
-    assert tier.starvation_s == {"p50": 0.0, "p95": 0.0, "p99": 0.0}
-
-
 def test_starvation_begins_when_somebody_who_came_later_goes_first() -> None:
     run = figures(
         [
@@ -64,19 +57,6 @@ def test_the_wait_at_the_sidecar_counts_as_waiting_wherever_it_was() -> None:
     assert run.tiers["batch"].queue_wait_s["p50"] == 7.0
     assert run.tiers["batch"].starvation_s["p50"] == pytest.approx(5.0, abs=1e-5)
     assert run.tiers["high"].queue_wait_s["p50"] == 1.0
-
-
-def test_starvation_is_what_comparing_every_pair_gives() -> None:
-    rng = random.Random(3)
-    requests = [request(n, at := rng.uniform(0, 50), at + rng.uniform(0, 50), tokens=n + 2) for n in range(60)]
-    order = [(seen.arrival.at_s, line.admitted_s or 0.0) for seen, line in requests]
-    expected = sorted(
-        admitted_s - min((other for at, other in order if at > arrived_s and other < admitted_s), default=admitted_s)
-        for arrived_s, admitted_s in order
-    )
-    found = figures(requests).tiers["batch"].starvation_s
-    assert found["p50"] == pytest.approx(expected[30], abs=1e-5)
-    assert found["p99"] == pytest.approx(expected[59], abs=1e-5)
 
 
 def test_shares_are_of_the_tokens_that_got_a_slot_during_the_overload() -> None:
@@ -102,11 +82,6 @@ def test_a_run_too_short_to_fill_the_engine_counts_from_its_middle() -> None:
     run = figures([request(1, 0.0, 0.0, 50.0), request(2, 1.0, 1.5, 50.0), request(3, 2.0, 2.0, 50.0)])
     assert run.utilization == pytest.approx(0.75)
     assert run.tiers["batch"].share == 1.0
-
-
-def test_percentiles_are_values_that_were_measured() -> None:
-    requests = [request(n, 0.0, 1.0 + n, ttft_s=float(n)) for n in range(200)]
-    assert figures(requests).tiers["batch"].ttft_s == {"p50": 100.0, "p95": 190.0, "p99": 198.0}
 
 
 def test_what_failed_is_counted_and_is_in_no_figure() -> None:

@@ -13,7 +13,7 @@ from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.tools.doctor.examination import Examination, Options
 from sidecar.tools.doctor.recommendation import Recommendation
-from sidecar.tools.doctor.several_engines import ExaminedEngine, Place, capacity, cells, findings, places_of
+from sidecar.tools.doctor.several_engines import ExaminedEngine, Place, capacity, cells, find_places, findings
 from sidecar.tools.doctor.survey import Survey
 
 POLICY = """\
@@ -109,7 +109,7 @@ def test_one_line_of_capacity_is_given_where_it_is_true_of_all(policy: Policy) -
 
 @pytest.mark.anyio
 async def test_places_follow_the_resolver_the_scheme_and_the_path() -> None:
-    assert await places_of("http://127.0.0.1/base/") == {("127.0.0.1", 80, "/base")}
-    assert await places_of("https://127.0.0.1") == {("127.0.0.1", 443, "")}
-    assert ("127.0.0.1", 8000, "") in await places_of("http://localhost:8000")
-    assert await places_of("http://no-such-host.invalid:8000") == frozenset()
+    assert await find_places("http://127.0.0.1/base/") == {("127.0.0.1", 80, "/base")}
+    assert await find_places("https://127.0.0.1") == {("127.0.0.1", 443, "")}
+    assert ("127.0.0.1", 8000, "") in await find_places("http://localhost:8000")
+    assert await find_places("http://no-such-host.invalid:8000") == frozenset()

@@ -59,11 +59,6 @@ async def test_every_nth_request_is_refused_and_no_other() -> None:
         assert await done(client) == {"refuse": 2}
 
 
-async def test_a_count_ends_a_fault() -> None:
-    async with rude({"kind": "refuse", "count": 2}) as client:
-        assert await statuses(client, 4) == [503, 503, 200, 200]
-
-
 async def test_a_time_ends_a_fault() -> None:
     async with rude({"kind": "refuse", "for_s": 0.3}) as client:
         assert await statuses(client, 1) == [503]
@@ -173,11 +168,6 @@ async def test_faults_can_be_set_before_the_start() -> None:
     async with emulated(Sglang, faults=(read_fault("refuse,status=429,retry_after=2,every=2"),)) as client:
         assert await ask(client) == (200, None)
         assert await ask(client) == (429, "2")
-
-
-def test_a_fault_is_read_from_text() -> None:
-    assert read_fault("reset") == Fault(kind="reset")
-    assert read_fault("slow_headers,delay_s=2.5,pages=true") == Fault(kind="slow_headers", delay_s=2.5, pages=True)
 
 
 @pytest.mark.parametrize("text", ["", "refuse,429", "refuse,status=many", "refuse,every=0", "sulk"])

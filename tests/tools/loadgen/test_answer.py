@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.tools.loadgen.answer import MOST_BYTES, ClientAnswer, problem_of
+from sidecar.tools.loadgen.answer import MOST_BYTES, ClientAnswer, read_problem
 
 STREAM = {"content-type": "text/event-stream; charset=utf-8"}
 JSON = {"content-type": "application/json"}
@@ -159,4 +159,4 @@ def test_no_bytes_at_all_make_it_raise(data: bytes) -> None:
     for headers in (STREAM, JSON):
         read([data], 200, headers)
         read([b"data: " + data + b"\n\n"], 200, headers)
-    problem_of(data)
+    read_problem(data)

@@ -54,24 +54,6 @@ def test_spearman_is_pearsons_correlation_of_mid_ranks(found: list[tuple[float, 
     assert -1 <= correlation.low <= correlation.value <= correlation.high <= 1
 
 
-@given(pairs, st.sampled_from([math.exp, math.atan, lambda value: value * 3 + 1]))
-def test_only_the_order_counts(found: list[tuple[float, float]], rising: object) -> None:
-    xs, ys = [x % 7 for x, _ in found], [y for _, y in found]
-    assert callable(rising)
-    plain, bent = spearman(xs, ys), spearman([rising(x) for x in xs], ys)
-    same_ties = len({rising(x) for x in xs}) == len(set(xs))
-    assert not same_ties or plain == bent
-
-
-@given(pairs)
-def test_turning_one_side_round_turns_the_correlation_round(found: list[tuple[float, float]]) -> None:
-    forth = spearman([x for x, _ in found], [y for _, y in found])
-    back = spearman([-x for x, _ in found], [y for _, y in found])
-    assert (forth is None) == (back is None)
-    if forth is not None and back is not None:
-        assert (back.value, back.low, back.high) == pytest.approx((-forth.value, -forth.high, -forth.low), abs=1e-9)
-
-
 def test_the_interval_is_that_of_bonett_and_wright() -> None:
     # r = 0.5 from n = 28 pairs: z = 0.549306, standard error sqrt(1.125 / 25) = 0.212132, z +- 0.415771.
     ys = _pairs_with_rank_correlation(28, 0.5)
@@ -88,31 +70,12 @@ def _pairs_with_rank_correlation(count: int, wanted: float) -> list[float]:
     return [index * wanted + rng.gauss(0, count * 0.25) for index in range(count)]
 
 
-def test_the_interval_holds_the_true_correlation_about_19_times_of_20() -> None:
-    """The true rank correlation of a bivariate normal is 6/pi asin(r/2)."""
-    rng, r, held, rounds = random.Random(11), 0.8, 0, 400
-    true = 6 / math.pi * math.asin(r / 2)
-    for _ in range(rounds):
-        xs = [rng.gauss(0, 1) for _ in range(50)]
-        ys = [r * x + math.sqrt(1 - r * r) * rng.gauss(0, 1) for x in xs]
-        found = spearman(xs, ys)
-        assert found is not None
-        held += found.low <= true <= found.high
-    assert 0.91 <= held / rounds <= 0.99
-
-
 def test_where_there_is_no_correlation_to_speak_of_there_is_none() -> None:
     assert spearman([1, 2, 3], [1, 2, 3]) is None
     assert spearman([1, 1, 1, 1], [1, 2, 3, 4]) is None
     assert spearman([1, 2, 3, 4], [5, 5, 5, 5]) is None
     with pytest.raises(ValueError, match="4 values have no correlation with 3"):
         spearman([1, 2, 3, 4], [1, 2, 3])
-
-
-def test_a_perfect_order_is_one() -> None:
-    found = spearman([1, 2, 3, 4, 5], [10, 20, 30, 40, 50])
-    assert found is not None
-    assert (found.value, found.low, found.high) == (1.0, 1.0, 1.0)
 
 
 moments = st.integers(0, 50).map(float)

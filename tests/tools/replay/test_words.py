@@ -17,7 +17,7 @@ from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sidecar.tokens import NoTokenizer
-from sidecar.tools.replay.prompts import CANDIDATES, Words, learn, words_of
+from sidecar.tools.replay.prompts import CANDIDATES, Words, learn, new_words
 from sidecar.tools.replay.server import AskedServer
 from tests.support.serving import serving
 from tests.tools.emulator.emulated import VLLM, emulated
@@ -67,7 +67,7 @@ async def test_a_chat_prompt_has_with_its_template_the_tokens_that_were_asked_fo
     tokenizer: Tokenizer, tokens: int
 ) -> None:
     async with engine(tokenizer, counts_messages=True) as server:
-        words = await words_of(server, "m", None, chat=True)
+        words = await new_words(server, "m", None, chat=True)
     assert (words.is_exact, words.source) == (True, "the engine's own tokenizer")
     for seed in range(5):
         text = words.text(tokens, random.Random(seed))
@@ -77,7 +77,7 @@ async def test_a_chat_prompt_has_with_its_template_the_tokens_that_were_asked_fo
 @pytest.mark.parametrize("chat", [True, False])
 async def test_where_messages_cannot_be_counted_the_text_alone_is_exact(tokenizer: Tokenizer, chat: bool) -> None:
     async with engine(tokenizer, counts_messages=False) as server:
-        words = await words_of(server, "m", None, chat=chat)
+        words = await new_words(server, "m", None, chat=chat)
     assert words.source.endswith("; its chat template comes on top" if chat else "the engine's own tokenizer")
     assert len(tokenizer.encode(words.text(77, random.Random(1))).ids) == 77
 
@@ -86,16 +86,16 @@ async def test_a_tokenizer_file_goes_before_the_engine(tokenizer: Tokenizer, tmp
     file = tmp_path / "tokenizer.json"
     tokenizer.save(str(file))
     async with AskedServer("http://127.0.0.1:9") as no_server:
-        words = await words_of(no_server, "m", str(file), chat=False)
+        words = await new_words(no_server, "m", str(file), chat=False)
         assert words.source == str(file)
         assert len(tokenizer.encode(words.text(123, random.Random(1))).ids) == 123
         with pytest.raises(NoTokenizer, match=r"not a tokenizer\.json"):
-            await words_of(no_server, "m", __file__, chat=False)
+            await new_words(no_server, "m", __file__, chat=False)
 
 
 async def test_without_a_tokenizer_a_token_is_four_bytes() -> None:
     async with emulated(VLLM) as client, AskedServer(client.url) as server:
-        words = await words_of(server, "m", None, chat=True)
+        words = await new_words(server, "m", None, chat=True)
     assert (words.is_exact, words.source) == (False, "4 bytes a token (no tokenizer at hand)")
     assert len(words.text(50, random.Random(1)).encode()) == 200
 

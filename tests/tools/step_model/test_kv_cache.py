@@ -193,3 +193,44 @@ def test_without_prefixes_a_block_is_a_token_and_nothing_is_found() -> None:
 def test_figures_that_no_cache_could_have_are_refused(wrong: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"block|capacity"):
         KvCache(*wrong, caches_prefixes=True)
+
+
+def test_running_requests_take_the_room_of_what_is_only_cached_the_oldest_first() -> None:
+    cache = KvCache(16, 4, caches_prefixes=True)
+    cache.release(run(cache, (1,) * 8))
+    cache.release(run(cache, (2,) * 8))
+    assert cache.cached_blocks == 4
+    big = run(cache, (3,) * 8, output_tokens=4)
+    assert [cache.hit_length(blocks_of((n,) * 8, 4), 9) for n in (1, 2)] == [
+        0,
+        4,
+    ]  # the last block goes before its first
+    assert cache.reserve(8, (), 8) is None
+    cache.release(big)
+
+
+def test_a_hit_that_nothing_holds_takes_room_again() -> None:
+    cache = KvCache(16, 4, caches_prefixes=True)
+    prompt = (1,) * 9
+    cache.release(run(cache, prompt))
+    other = cache.reserve(8, (), 8)
+    assert other is not None
+    assert cache.reserve(9, blocks_of(prompt, 4), 9) is None  # two found, but idle, and one more: three of two free
+    cache.release(other)
+    assert run(cache, prompt).cached_tokens == 8
+
+
+def test_of_two_that_compute_a_block_at_once_one_counts_after_the_other_has_ended() -> None:
+    cache = KvCache(8, 2, caches_prefixes=True)
+    prompt = blocks_of((1, 2, 3, 4), 2)
+    one, other = cache.reserve(4), cache.reserve(4)
+    assert one is not None
+    assert other is not None
+    cache.publish(one, prompt, 4)
+    cache.publish(other, prompt, 4)
+    assert cache.held_tokens == 8, "each holds a copy"
+    cache.release(one)
+    assert cache.held_tokens == 4, "the other's copy is left"
+    cache.release(other)
+    assert cache.held_tokens == 0
+    assert cache.hit_length(prompt, 5) == 4

@@ -69,7 +69,7 @@ local function left(per_minute, capacity, level)
   return per_minute and { floor(max(0, capacity - level) / UNIT), ceil(level / per_minute) } or nil
 end
 
--- `calls.Verdict`: its limit, and its charge.
+-- `calls.MeterVerdict`: its limit, and its charge.
 local function verdict_on(asked)
   local _, tenant, tokens, charges, rpm, tpm, _, burst = unpack(asked)
   local account = account_of(tenant) or { 0, 0, now, now, 0, 0, 0, false, false }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sidecar.pools.calls import Cell, Needed, ShortageTold
+from sidecar.pools.calls import Cell, Needed, ReportedShortage
 from sidecar.scheduling.engines import Gone
 from sidecar.scheduling.preemption import Shortage
 from sidecar.scheduling.tickets import Ticket
 
 
-def gone_of(cells: Iterable[Cell], levels: Mapping[str, int]) -> Gone:
-    """What leases that are taken back hold, of the tiers that are known."""
+def new_gone(cells: Iterable[Cell], levels: Mapping[str, int]) -> Gone:
+    """Amounts of leases that are taken back, of the tiers that are known."""
     gone = Gone()
     for cell in cells:
         if cell.tier in levels:
@@ -20,7 +20,7 @@ def gone_of(cells: Iterable[Cell], levels: Mapping[str, int]) -> Gone:
     return gone
 
 
-def told_of(found: Shortage, names: Sequence[str]) -> ShortageTold:
+def report_shortage(found: Shortage, names: Sequence[str]) -> ReportedShortage:
     """The shortage as the ledger tells it. `names` are the tiers by level."""
 
     def needed(t: Ticket) -> Needed:
@@ -29,7 +29,7 @@ def told_of(found: Shortage, names: Sequence[str]) -> ShortageTold:
         return Needed(int(t.id), names[t.tier], *amount, cached, cached_there, t.arrived_us, t.number)
 
     order_class, before, key, _ = found.place
-    return ShortageTold(
+    return ReportedShortage(
         list(found.engines),
         order_class,
         before,
@@ -41,19 +41,19 @@ def told_of(found: Shortage, names: Sequence[str]) -> ShortageTold:
     )
 
 
-def shortage_of(told: ShortageTold, levels: Mapping[str, int], ahead_us: int) -> Shortage:
+def read_shortage(told: ReportedShortage, levels: Mapping[str, int], ahead_us: int) -> Shortage:
     """The shortage, with tickets of this replica's time, which is so much behind the ledger's."""
 
-    def ticket_of(bid: Needed) -> Ticket:
+    def new_ticket(bid: Needed) -> Ticket:
         hits = {"": bid.cached, **dict(zip(told.engines, bid.cached_there, strict=True))}
         amount, arrived_us = (bid.tokens, bid.requests, bid.prompt), bid.arrived_us - ahead_us
         return Ticket("", levels[bid.tier], "", *amount, hits=hits, arrived_us=arrived_us, number=bid.number)
 
-    served = ticket_of(told.served)
+    served = new_ticket(told.served)
     return Shortage(
-        {engine: [ticket_of(bid) for bid in bids] for engine, bids in zip(told.engines, told.before, strict=True)},
+        {engine: [new_ticket(bid) for bid in bids] for engine, bids in zip(told.engines, told.before, strict=True)},
         served,
         (told.order_class, told.before_key, told.key, served.arrival),
-        [ticket_of(bid) for bid in told.burst],
+        [new_ticket(bid) for bid in told.burst],
         frozenset(levels[tier] for tier in told.closed),
     )

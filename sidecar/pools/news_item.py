@@ -10,7 +10,7 @@ from sidecar.pools.calls import Call, Cap, Drain, LeaseGrowth, Owed
 
 
 @dataclass
-class Told:
+class NewsItem:
     """Something that the ledger adds up: it is sent once, and again with a statement if no answer came.
 
     `number` is that of the first call that had it, 0 for none: a call that was heard is not heard twice.

@@ -1,0 +1,108 @@
+"""Writes the lists of docs/http.md and docs/telemetry.md from the declarations: `python docs/lists.py`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from sidecar import errors
+from sidecar.admin.operations import OPERATIONS
+from sidecar.cluster.document import PoolFigures, TierShare, TierWaits
+from sidecar.engines.speed import EngineSpeedDocument
+from sidecar.engines.view import EngineDocument
+from sidecar.figures import SECONDS, Figure, readings
+from sidecar.lengths.documents import EngineSizesDocument
+from sidecar.telemetry.metrics.histograms import DURATIONS
+from sidecar.telemetry.metrics.instruments import TENANT_TOKENS_HELD, Counters
+from sidecar.telemetry.metrics.store import AVAILABLE, CHANGES
+from sidecar.telemetry.metrics.tenants import TenantCounts
+
+DOCS = Path(__file__).parent
+_LIST = re.compile(r"(<!-- list: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def error_rows() -> Iterator[str]:
+    """Every error: the first paragraph of its docstring says what happened."""
+    for kind in sorted(_kinds(), key=lambda kind: (kind.status, kind.code)):
+        happened = (inspect.getdoc(kind) or "").partition("\n\n")[0]
+        yield f"- {kind.status} `{kind.code}`: {' '.join(happened.split())}"
+
+
+def _kinds(of: type[errors.AdmissionError] = errors.AdmissionError) -> Iterator[type[errors.AdmissionError]]:
+    for kind in of.__subclasses__():
+        yield from _kinds(kind)
+        if "code" in vars(kind):
+            yield kind
+
+
+def route_rows() -> Iterator[str]:
+    """Every route of the admin port."""
+    for operation in OPERATIONS:
+        mark = ("*" if operation.is_of_a_pool else "") + (" (open)" if operation.is_open else "")
+        yield f"- `{operation.method} {operation.path}`{mark}: {operation.summary}"
+
+
+OF_DOCUMENTS: Mapping[type, tuple[str, ...]] = {
+    Counters: (),
+    TenantCounts: ("admission.tenant",),
+    TierWaits: ("admission.tier",),
+    TierShare: ("admission.tier",),
+    PoolFigures: (),
+    EngineDocument: ("admission.engine",),
+    EngineSizesDocument: ("admission.engine",),
+    EngineSpeedDocument: ("admission.engine",),
+}
+"""Documents with figures, each with the labels that its series have beside those of the figures."""
+TOPICS = {
+    "sizes": re.compile(r"admission\.(lease|output|engine\.preemptions)"),
+    "gain": re.compile(r"admission\.(gain|slo\.requests|engine\.(time|prediction_error))"),
+    "engines": re.compile(r"admission\.(engine\.(?!up)|replays|prompt|prefix|no_engine_fits)"),
+    "others": re.compile(r"admission\.(observed|unguarded)"),
+    "metrics": re.compile(""),
+}
+"""Which list has a metric: the first that fits its name."""
+
+
+def metric_rows(topic: str) -> Iterator[str]:
+    """The metrics of one topic."""
+    for name, kind, labels, meaning in _metrics():
+        if next(one for one, names in TOPICS.items() if names.match(name)) == topic:
+            listed = "".join(f", `{label}`" for label in labels)
+            yield f"- `{name}` ({kind}{listed}): {meaning}"
+
+
+def _metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    for duration in DURATIONS:
+        yield duration.name, "histogram, s", duration.labels, duration.description
+    for document, labels in OF_DOCUMENTS.items():
+        for reading in readings(document):
+            yield _row(reading.figure, labels)
+    for figure in (TENANT_TOKENS_HELD, AVAILABLE, CHANGES):
+        yield _row(figure, ())
+
+
+def _row(figure: Figure, labels: tuple[str, ...]) -> tuple[str, str, tuple[str, ...], str]:
+    kind = "counter" if figure.is_counter else "gauge"
+    return figure.name, f"{kind}, s" if figure.unit == SECONDS else kind, (*labels, *figure.labels), figure.help
+
+
+LISTS: Mapping[str, Callable[[], Iterable[str]]] = {
+    "errors": error_rows,
+    "routes": route_rows,
+    **{topic: partial(metric_rows, topic) for topic in TOPICS},
+}
+PAGES = (DOCS / "http.md", DOCS / "telemetry.md")
+
+
+def current(page: Path) -> str:
+    """The page with its lists as the declarations have them."""
+    text = page.read_text(encoding="utf-8")
+    return _LIST.sub(lambda found: found[1] + "\n".join([*LISTS[found[2]](), found[3]]), text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(current(page), encoding="utf-8")
