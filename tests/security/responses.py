@@ -21,8 +21,11 @@ class Response(NamedTuple):
         return [value for found, value in self.headers if found.lower() == name]
 
 
-def responses(raw: bytes) -> list[Response]:
-    """All of them, interim ones left out. Fails where the bytes are no HTTP/1.1, or anything stands between two."""
+def responses(raw: bytes, *, may_be_to_head: bool = False) -> list[Response]:
+    """All of them, interim ones left out. Fails where the bytes are no HTTP/1.1, or anything stands between two.
+
+    `may_be_to_head`: a request may have been a HEAD, and the next response follows the headers of its own.
+    """
     found = []
     while raw:
         head, end, rest = raw.partition(b"\r\n\r\n")
@@ -35,7 +38,10 @@ def responses(raw: bytes) -> list[Response]:
             raw = rest
             continue
         headers = tuple((name.lower(), value) for name, _, value in (line.partition(b": ") for line in lines))
-        body, is_whole, raw = _body(code, headers, rest)
+        if may_be_to_head and rest.startswith(b"HTTP/1.1 "):
+            body, is_whole, raw = b"", True, rest
+        else:
+            body, is_whole, raw = _body(code, headers, rest)
         found.append(Response(code, headers, body, is_whole))
     return found
 
