@@ -147,7 +147,7 @@ class PoolFigures(msgspec.Struct, frozen=True):
         amounts(
             "admission.aborting",
             "Tokens of requests of this process that ended early, until the engine has aborted them.",
-            "These requests.",
+            "Number of these requests.",
             Over.SUM,
         ),
     ] = Amount(0, 0)

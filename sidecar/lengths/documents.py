@@ -44,7 +44,7 @@ class EngineSizesDocument(msgspec.Struct, frozen=True):
         int,
         gauge(
             "admission.lease.expected.tokens",
-            "Tokens that their requests are expected to use at their ends.",
+            "Tokens that the requests of these leases are expected to use.",
             TOKENS,
             Over.SUM,
         ),
@@ -53,7 +53,7 @@ class EngineSizesDocument(msgspec.Struct, frozen=True):
         int,
         gauge(
             "admission.lease.used.tokens",
-            "Tokens that they use now.",
+            "Tokens that these leases use now.",
             TOKENS,
             Over.SUM,
         ),

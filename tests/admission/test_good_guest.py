@@ -285,7 +285,7 @@ async def test_what_cannot_be_given_back_is_no_victim_beside_what_can(tmp_path: 
         first = await running(guarded, engine)
         engine.has_begun.clear()
         guarded.sidecar._repeats = False
-        guarded.sidecar.snapshot = guarded.sidecar._snapshot_of(guarded.sidecar.policy)
+        guarded.sidecar.snapshot = guarded.sidecar._new_snapshot(guarded.sidecar.policy)
         second = await running(guarded, engine)
         assert (await guarded.ask(None, CRITICAL)).status == 200
         engine.may_end.set()

@@ -149,8 +149,10 @@ async def test_asking_without_end_costs_one_look_in_a_quarter_of_a_second(
 ) -> None:
     middleware = AdmissionMiddleware(App(), await asyncio.to_thread(lambda: policy))
     looks: list[str] = []
-    use_of = middleware.controller.pool.tenant_use
-    monkeypatch.setattr(middleware.controller.pool, "use_of", lambda tenant: looks.append(tenant) or use_of(tenant))
+    tenant_use = middleware.controller.pool.tenant_use
+    monkeypatch.setattr(
+        middleware.controller.pool, "tenant_use", lambda tenant: looks.append(tenant) or tenant_use(tenant)
+    )
     async with serving(middleware) as served, httpx2.AsyncClient(base_url=served.url) as client:
         for _ in range(50):
             assert (await client.get(PATH, headers=key("acme"))).status_code == 200

@@ -109,16 +109,16 @@ PATCHES: dict[str, Patch] = {
     # rule 3
     "admits nothing": (Scheduler, "decide", always([])),
     "first come, first served": (Scheduler, "place", lambda s, t, c: (0, 0, 0, t.arrival)),
-    "has no floors": (Scheduler, "class_of", lambda s, t, *f: LINE if t.is_for_floor else OTHER),
-    "a turn is inside": (Scheduler, "class_of", lambda *it: INSIDE if class_of(*it) == TURN else class_of(*it)),
+    "has no floors": (Scheduler, "class_for", lambda s, t, *f: LINE if t.is_for_floor else OTHER),
+    "a turn is inside": (Scheduler, "class_for", lambda *it: INSIDE if class_of(*it) == TURN else class_of(*it)),
     "turns by level": (Scheduler, "place", lambda s, t, c: (c, (c != TURN) * place(s, t, c)[1], *place(s, t, c)[2:])),
     "one head while the tier owes": (Scheduler, "heads", lambda s, level: heads(s, level)[:1]),
     "last after a turn only": (Scheduler, "_begin_to_count", _puts_last_after_a_turn_only),
     "those for the floor wait in their order": (
-        Scheduler, "class_of", lambda *it: OTHER if class_of(*it) == LINE else class_of(*it),
+        Scheduler, "class_for", lambda *it: OTHER if class_of(*it) == LINE else class_of(*it),
     ),
     "a floor is for all in line": (
-        Scheduler, "class_of",
+        Scheduler, "class_for",
         lambda s, t, front, heads: class_of(s, t, None, [t]),
     ),
     # rules 4 and 5
