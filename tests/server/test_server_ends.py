@@ -60,12 +60,12 @@ LONGEST_S, SHORTEST_S = "60", "1"
 
 
 def row_of(server: str) -> list[str]:
-    (row,) = (row for row in table(PAGE, "How each server ends") if server in re.findall(r"\w+", row[0]))
+    (row,) = (row for row in table(PAGE, "Servers and processes") if server in re.findall(r"\w+", row[0]))
     return row
 
 
 def test_every_server_of_the_table_is_ended() -> None:
-    named = {name for row in table(PAGE, "How each server ends") for name in re.findall(r"\w+", row[0])}
+    named = {name for row in table(PAGE, "Servers and processes") for name in re.findall(r"\w+", row[0])}
     assert named - {"gunicorn", "with", "or"} == {*SERVERS}
 
 
