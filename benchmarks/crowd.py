@@ -7,8 +7,9 @@ from collections import deque
 from dataclasses import replace
 from itertools import count
 
+from sidecar.policy.choices import Order
 from sidecar.policy.compiler import load, shipped_policies
-from sidecar.policy.model import Order, Queue
+from sidecar.policy.tier import Queue
 from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer

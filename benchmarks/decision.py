@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from benchmarks.crowd import Crowd
-from sidecar.policy.model import Order
+from sidecar.policy.choices import Order
 
 FEW, ENGINES = 100, (0, 8)
 MOST_RATIO, MOST_MS = 2.0, 20.0

@@ -30,7 +30,9 @@ from typing import Any
 import uvloop
 
 from benchmarks.redis_setup import NORMAL, plain_client, replica, running_server, shipped_policy, version_of
-from sidecar.policy.model import Order, Policy, Queue
+from sidecar.policy.choices import Order
+from sidecar.policy.model import Policy
+from sidecar.policy.tier import Queue
 from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer

@@ -28,7 +28,8 @@ from sidecar.middleware import serve_scope
 from sidecar.mounted_services import MountedTelemetry, Part, has_admin_port, mounted_services, with_lifespan
 from sidecar.observability import Observability
 from sidecar.one_pool import Composed, OnePool, find_pool, load_given, new_source, pool_here
-from sidecar.policy.model import Policy, Unguarded
+from sidecar.policy.choices import Unguarded
+from sidecar.policy.model import Policy
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSize, Pool
 from sidecar.pools.limits_pool import LimitsPool

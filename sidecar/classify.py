@@ -28,8 +28,11 @@ from sidecar.errors import AdmissionError, InvalidApiKey, InvalidToken, TenantsU
 from sidecar.events import Headers
 from sidecar.identity.tokens import TokenVerifier, is_token
 from sidecar.payload.decode import Payload
+from sidecar.policy.choices import StoredTenants, TierSource
+from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.gateway import GatewayPolicy
-from sidecar.policy.model import Endpoint, Policy, StoredTenants, Tenant, TierSource
+from sidecar.policy.model import Policy
+from sidecar.policy.tenant import Tenant
 
 API_KEY_HEADERS = (b"x-api-key", b"api-key")
 """Headers that hold a key and nothing else: Anthropic's clients send the first, Azure's the second."""

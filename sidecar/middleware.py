@@ -13,7 +13,7 @@ from sidecar.admission.request import RequestHandler
 from sidecar.admission.request_path import guarded_endpoint
 from sidecar.admission.self_view import is_self_view, send_self_view
 from sidecar.admission.unguarded import pass_or_refuse
-from sidecar.policy.model import Cors
+from sidecar.policy.endpoint import Cors
 
 
 def serve_scope(

@@ -16,7 +16,8 @@ from sidecar.cluster.sources import Sources
 from sidecar.engines import NoPriorityEngine
 from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.events import ShadowHolds
-from sidecar.policy.model import Mode, Policy, UsageInTraces
+from sidecar.policy.choices import Mode, UsageInTraces
+from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Pool
 from sidecar.pools.base import QueueMark
 from sidecar.telemetry.dispatch import EventDispatcher, Fanout, Listener

@@ -20,7 +20,8 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.request_path import guarded_endpoint
 from sidecar.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
-from sidecar.policy.model import Mode, Policy, is_forced
+from sidecar.policy.choices import Mode
+from sidecar.policy.model import Policy, is_forced
 
 if TYPE_CHECKING:
     from sidecar.policy.reload import PolicyFiles

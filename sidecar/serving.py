@@ -13,7 +13,8 @@ from starlette.types import ASGIApp
 from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access, AdminGuard
 from sidecar.app import AdmissionMiddleware
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy.choices import Mode
+from sidecar.policy.model import Policy
 from sidecar.policy.passing import load_or_pass
 from sidecar.policy.reload import files_for
 from sidecar.policy.warnings import warnings

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sidecar.policy.model import Policy, StoredTenants
+from sidecar.policy.choices import StoredTenants
+from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE, StoreAddress, store_address
 from sidecar.secrets import secret
 from sidecar.tenants.records import StoredRecords

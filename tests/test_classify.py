@@ -17,8 +17,12 @@ from sidecar.engines import ENGINES
 from sidecar.engines.registry import client_headers
 from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload.decode import decode
-from sidecar.policy.model import Endpoint, Policy, Tenant, Tier, TierSource
+from sidecar.policy.choices import TierSource
+from sidecar.policy.endpoint import Endpoint
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
+from sidecar.policy.tenant import Tenant
+from sidecar.policy.tier import Tier
 from tests.support.each import each
 
 TIERS = ("critical", "high", "normal", "low", "batch")

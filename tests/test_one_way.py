@@ -28,9 +28,10 @@ from sidecar.events import Classified, Observed, Refused, Settled, Verdict
 from sidecar.fleet.model_requests import serve_models
 from sidecar.fleet.models import ModelsController
 from sidecar.leases import Admission
+from sidecar.policy.choices import Mode
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.fleet import offered
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.pools.engines import EngineOffer
 from sidecar.pools.limits_pool import LimitsPool

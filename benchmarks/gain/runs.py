@@ -13,8 +13,9 @@ import msgspec
 
 from benchmarks.gain.floors import floors
 from benchmarks.gain.traces import SOURCES, offered, window
+from sidecar.policy.choices import Order
 from sidecar.policy.compiler import load as load_policy
-from sidecar.policy.model import Order, Policy
+from sidecar.policy.model import Policy
 from sidecar.tools.simulate.baselines import BaselineAdmission, new_queue
 from sidecar.tools.simulate.comparison import ComparedPolicy
 from sidecar.tools.simulate.figures import result

@@ -34,8 +34,10 @@ from benchmarks.instructions.counters import call
 from benchmarks.overhead import BODY, HEADERS
 from benchmarks.overhead_apps import CHUNK, DoNothing, Nowhere, bare
 from sidecar import AdmissionMiddleware
+from sidecar.policy.choices import Order
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Order, Policy, ServiceObjectives
+from sidecar.policy.model import Policy
+from sidecar.policy.tier import ServiceObjectives
 from sidecar.pools import Ask, Pool
 
 WARM_UP = 200

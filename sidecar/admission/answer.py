@@ -25,7 +25,8 @@ from sidecar.errors import AdmissionError, EngineUnreachable
 from sidecar.events import AppTrace, Outcome
 from sidecar.handover import Write
 from sidecar.lengths.lease_size import LeaseSize
-from sidecar.policy.model import CostPlace, Policy
+from sidecar.policy.endpoint import CostPlace
+from sidecar.policy.model import Policy
 from sidecar.tenants.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.durations import short_duration
 from sidecar.errors import AdmissionError, EngineTimeout, ResponseCut
-from sidecar.policy.model import Timeouts
+from sidecar.policy.tier import Timeouts
 from sidecar.pools import Lease
 
 

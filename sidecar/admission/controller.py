@@ -33,7 +33,8 @@ from sidecar.identity.identities import Identities
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSizes
 from sidecar.lengths.output_ratios import OutputRatios
-from sidecar.policy.model import Mode, Policy, Unguarded
+from sidecar.policy.choices import Mode, Unguarded
+from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.tenants.tenant_usage import TenantUsage
 from sidecar.tokens import Estimator

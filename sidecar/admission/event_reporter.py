@@ -38,7 +38,7 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.lengths.lease_size import LeaseSize
-from sidecar.policy.model import Tenant
+from sidecar.policy.tenant import Tenant
 from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"

@@ -42,7 +42,8 @@ from sidecar.events import Headers
 from sidecar.handover import CALL_KEY, ENGINE_ID_KEY, with_write
 from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove
-from sidecar.policy.model import Endpoint, Policy
+from sidecar.policy.endpoint import Endpoint
+from sidecar.policy.model import Policy
 from sidecar.pools import Grant
 
 _CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS

@@ -34,8 +34,11 @@ from sidecar.gain.token_deadlines import SLO_HEADERS, Objective, asked_slo
 from sidecar.lengths.lease_size import Expected, LeaseSizes
 from sidecar.payload.decode import Payload, decode
 from sidecar.payload.edit import remove
-from sidecar.policy.model import Background, Endpoint, Policy, Tenant, Unsized
+from sidecar.policy.choices import Background, Unsized
+from sidecar.policy.endpoint import Endpoint
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
+from sidecar.policy.tenant import Tenant
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask, Pool
 from sidecar.scheduling.tickets import TicketGain

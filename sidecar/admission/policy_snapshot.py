@@ -15,7 +15,10 @@ from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import Objective
 from sidecar.identity.tokens import TokenVerifier
-from sidecar.policy.model import Endpoint, Mode, Policy, StreamUsage, Tier
+from sidecar.policy.choices import Mode, StreamUsage
+from sidecar.policy.endpoint import Endpoint
+from sidecar.policy.model import Policy
+from sidecar.policy.tier import Tier
 from sidecar.tokens import Estimator
 
 AUTHORIZATION = b"authorization"

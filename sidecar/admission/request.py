@@ -39,7 +39,8 @@ from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, 
 from sidecar.events import Outcome
 from sidecar.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with_write
 from sidecar.identity.issuer_keys import KeysNeeded
-from sidecar.policy.model import Endpoint, Policy
+from sidecar.policy.endpoint import Endpoint
+from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Lease
 from sidecar.tasks import is_canceled_again
 

@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.engines.base import MOST_SEGMENTS, plain_path, plain_paths
-from sidecar.policy.model import Endpoint
+from sidecar.policy.endpoint import Endpoint
 
 _MOST_AROUND = 32
 """Middlewares around an app that are looked into."""

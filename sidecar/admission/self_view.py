@@ -15,7 +15,7 @@ from sidecar.admission.request_path import exact_paths
 from sidecar.admission.responses import REQUEST_ID, request_id, send_error
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
 from sidecar.identity.issuer_keys import with_keys
-from sidecar.policy.model import Limits, Tenant
+from sidecar.policy.tenant import Limits, Tenant
 from sidecar.pools.base import TenantUse
 from sidecar.tenants.tenant_usage import BudgetView
 

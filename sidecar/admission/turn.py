@@ -30,7 +30,8 @@ from sidecar.errors import (
 )
 from sidecar.events import Obstacle
 from sidecar.lengths.lease_size import LeaseSizes
-from sidecar.policy.model import Policy, Tier
+from sidecar.policy.model import Policy
+from sidecar.policy.tier import Tier
 from sidecar.pools import Ask, Grant, Lease, Pool
 from sidecar.pools.base import QueueStanding, WaitGivenUp
 from sidecar.tenants.tenant_usage import TenantUsage

@@ -35,7 +35,8 @@ from sidecar.engines.base import Routes
 from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded, UpgradeRequired
 from sidecar.events import UnguardedRequest
 from sidecar.identity.issuer_keys import KeysNeeded, with_keys
-from sidecar.policy.model import Policy, Unguarded
+from sidecar.policy.choices import Unguarded
+from sidecar.policy.model import Policy
 
 READING = frozenset(("GET", "HEAD", "OPTIONS"))
 """Methods that change nothing (RFC 9110, section 9.2.1), but for an engine's `Routes.changing_reads`."""

@@ -19,13 +19,15 @@ from sidecar.cli.check_engines import engines_figures, engines_text, pools, with
 from sidecar.cli.output import bounded, say, show, write_json
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
+from sidecar.policy.choices import CapacitySource, Learn, Mode, StoredTenants, Unguarded
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.declared import figures as as_figures
-from sidecar.policy.model import CapacitySource, Learn, Mode, Policy, StoredTenants, Tenant, Unguarded
+from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_certain_request, largest_request
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.store import STORE_VARIABLE
+from sidecar.policy.tenant import Tenant
 from sidecar.policy.warnings import NOMINAL, warnings
 from sidecar.tools.text import table
 

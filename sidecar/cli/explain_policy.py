@@ -34,12 +34,15 @@ from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSizes
+from sidecar.policy.choices import CapacitySource, Learn, Mode, Unguarded
 from sidecar.policy.compiler import Loaded, load_files
+from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.keys import digest
-from sidecar.policy.model import CapacitySource, Endpoint, Learn, Mode, Policy, Tenant, Unguarded
+from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
+from sidecar.policy.tenant import Tenant
 from sidecar.pools import Ask, Pool
 from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter
 

@@ -169,7 +169,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
 
 def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_checked: bool) -> Exception | None:
     """Serves in this process. Returns why it could not begin."""
-    from sidecar.policy.model import Mode
+    from sidecar.policy.choices import Mode
     from sidecar.server import CannotServe, server
     from sidecar.server.certificate import new_certificate
     from sidecar.serving import Serving, load_policy, upstreams
@@ -202,7 +202,7 @@ def _serve_by_workers(
     settings: ServeSettings, workers: int, log: LogSettings, announce: Callable[[str], None], *, is_checked: bool
 ) -> Exception | None:
     """Serves by processes of its own. Returns why it could not begin, or go on."""
-    from sidecar.policy.model import Mode
+    from sidecar.policy.choices import Mode
     from sidecar.server import CannotServe, server
     from sidecar.serving import load_policy
     from sidecar.workers.supervisor import WorkersPlan, check_system, supervise

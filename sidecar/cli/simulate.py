@@ -19,8 +19,8 @@ from sidecar.cli.arguments import number, policy_path, whole_number
 from sidecar.cli.output import CommandFailed, require_writable, say, write_json, write_text
 from sidecar.cli.replay import mix
 from sidecar.policy import POLICY_VARIABLE
+from sidecar.policy.choices import Order
 from sidecar.policy.compiler import load_files
-from sidecar.policy.model import Order
 from sidecar.policy.problems import PolicyError
 from sidecar.tools.replay.plan import BadTier, ladder
 from sidecar.tools.replay.trace import BadTrace, read_trace

@@ -15,7 +15,8 @@ import msgspec
 
 from sidecar.cluster.doubts import Doubt, doubts
 from sidecar.durations import short_duration
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy.choices import Mode
+from sidecar.policy.model import Policy
 from sidecar.telemetry.dry_run import DryRunCounts, DryRunReport, added_up
 
 

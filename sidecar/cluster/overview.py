@@ -21,7 +21,7 @@ from sidecar.cluster.sources import Sources
 from sidecar.cluster.tiers import sum_waits, tier_shares, tier_waits
 from sidecar.engines.view import Amount
 from sidecar.events import Refused, StoreState
-from sidecar.policy.model import Mode
+from sidecar.policy.choices import Mode
 from sidecar.pools import StoreError
 from sidecar.tasks import end, is_set_within
 from sidecar.telemetry.request_record import RequestRecord

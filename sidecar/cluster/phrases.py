@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sidecar.cluster.document import ReplicaView, TenantView, TierView
 from sidecar.durations import short_duration
 from sidecar.lengths.documents import EngineSizesDocument
-from sidecar.policy.model import Mode
+from sidecar.policy.choices import Mode
 from sidecar.telemetry.ahead import in_words
 from sidecar.telemetry.recent import Overtakings
 

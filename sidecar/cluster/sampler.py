@@ -17,7 +17,8 @@ from sidecar.engines.view import Amount, EngineDocument
 from sidecar.events import Received
 from sidecar.figures import readings
 from sidecar.lengths.documents import EngineSizesDocument
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy.choices import Mode
+from sidecar.policy.model import Policy
 from sidecar.telemetry.metrics.instruments import TENANT_TOKENS_HELD, Counters, PoolSample
 from sidecar.telemetry.metrics.store import AVAILABLE, CHANGES
 from sidecar.telemetry.metrics.tenants import TenantCounts

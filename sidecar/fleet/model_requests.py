@@ -25,7 +25,7 @@ from sidecar.events import Headers
 from sidecar.fleet.model_list import asked_model, send_models
 from sidecar.fleet.models import ModelsController
 from sidecar.payload.content_codings import packed_body
-from sidecar.policy.model import Endpoint
+from sidecar.policy.endpoint import Endpoint
 
 
 async def serve_models(front: ModelsController, lifespan: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

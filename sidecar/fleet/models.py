@@ -16,7 +16,8 @@ from sidecar.admission.intake import SizedRequest
 from sidecar.engines.watch import EngineState
 from sidecar.events import AppTrace, Classified, Event, Headers, Observation, Observer, Received
 from sidecar.fleet.model_names import ModelNames
-from sidecar.policy.model import Policy, Unguarded
+from sidecar.policy.choices import Unguarded
+from sidecar.policy.model import Policy
 
 _OF_A_MODEL = frozenset(("pool", "lease_sizes", "gain"))
 """Parts of the state that each model has for itself."""

@@ -20,9 +20,10 @@ from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
 from sidecar.engines.watch import EngineCheck, EngineWatch
 from sidecar.fleet.member import MemberState
+from sidecar.policy.choices import Mode
 from sidecar.policy.fields import engine_name
 from sidecar.policy.fleet import offered
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.pools.engine_reader import HELD_BACK_S, EngineReader, Size, warn_of_unbounded
 from sidecar.pools.engines import EngineOffer, name_and_incarnation

@@ -21,7 +21,7 @@ from sidecar.admission.turn import EndCause, Turn, TurnEnded, refusal_for
 from sidecar.errors import AdmissionError, Draining
 from sidecar.events import Outcome, Received
 from sidecar.leases.lease_request import PATH, LeaseRequest, refuse_other_counts
-from sidecar.policy.model import Tenant
+from sidecar.policy.tenant import Tenant
 from sidecar.pools import Grant, Lease
 
 _CANCELED, _PREEMPTED = "canceled", "preempted"

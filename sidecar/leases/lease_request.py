@@ -12,7 +12,9 @@ from sidecar.apis import Api
 from sidecar.classify import Classification, Fallback
 from sidecar.errors import TenantsUnavailable
 from sidecar.payload.decode import LARGEST_COUNT, Payload
-from sidecar.policy.model import Policy, StoredTenants, Tenant, TierSource
+from sidecar.policy.choices import StoredTenants, TierSource
+from sidecar.policy.model import Policy
+from sidecar.policy.tenant import Tenant
 
 PATH = "/python"
 """In place of an HTTP request's, in traces, metrics and pages."""

@@ -11,14 +11,16 @@ from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import TypeVar
 
+from sidecar.policy.choices import Order
 from sidecar.policy.declared import Context, values
 from sidecar.policy.fleet import EngineAddress, EngineListFile, FleetPolicy, pool_prefill, pool_size
 from sidecar.policy.fleet_validate import list_mistakes
-from sidecar.policy.model import Order, Policy, Tenant
+from sidecar.policy.model import Policy
 from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.problems import FilePlace, Path, PolicyError, Problem, printable
 from sidecar.policy.rules import PoolRules, pool_rules
 from sidecar.policy.source import Document, read
+from sidecar.policy.tenant import Tenant
 from sidecar.policy.tenant_files import obstacles, tenant_files
 from sidecar.policy.validate import entries, pool_problems, read_record, tenant_problems
 

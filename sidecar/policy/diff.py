@@ -17,9 +17,10 @@ from sidecar.engines.base import Engine
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.declared import written_name
 from sidecar.policy.fleet import FleetPolicy
-from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.policy.store import StoreAddress
+from sidecar.policy.tenant import Tenant
 from sidecar.policy.tier import Aging
 
 MOST_NAMED = 20

@@ -12,57 +12,15 @@ from fractions import Fraction
 
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.choices import (
-    Background,
-    CapacitySource,
     Learn,
     Mode,
     Order,
     StoredTenants,
-    StoreLoss,
-    StreamUsage,
-    TierSource,
-    Unguarded,
-    Unsized,
-    UsageInTraces,
 )
-from sidecar.policy.endpoint import Cors, CostPlace, Endpoint, RequestSize
 from sidecar.policy.fleet import EngineAddress, largest_size, pool_prefill, pool_size
-from sidecar.policy.pool_file import MAX_CHOICES, PoolFile
+from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.rules import UNLIMITED, PoolRules, pool_rules
-from sidecar.policy.tenant import NO_LIMITS, Limits, Tenant
-from sidecar.policy.tier import Gain, Queue, ServiceObjectives, Tier, Timeouts
-
-__all__ = [
-    "BARE",
-    "MAX_CHOICES",
-    "MODE_VARIABLE",
-    "NO_LIMITS",
-    "Background",
-    "CapacitySource",
-    "Cors",
-    "CostPlace",
-    "Endpoint",
-    "Gain",
-    "Learn",
-    "Limits",
-    "Mode",
-    "Order",
-    "Policy",
-    "Queue",
-    "RequestSize",
-    "ServiceObjectives",
-    "StoreLoss",
-    "StoredTenants",
-    "StreamUsage",
-    "Tenant",
-    "Tier",
-    "TierSource",
-    "Timeouts",
-    "Unguarded",
-    "Unsized",
-    "UsageInTraces",
-    "is_forced",
-]
+from sidecar.policy.tenant import Tenant
 
 MODE_VARIABLE = "SIDECAR_MODE"
 """`pass`, whatever the policy says. See docs/roll-out.md."""

@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
+from sidecar.policy.choices import Mode
 from sidecar.policy.compiler import Loaded, load_files, pool_file, resolve
 from sidecar.policy.declared import Context
-from sidecar.policy.model import BARE, Mode, is_forced
+from sidecar.policy.model import BARE, is_forced
 from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.source import LARGEST_FILE_BYTES, Document, read

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from sidecar.policy.choices import Mode
 from sidecar.policy.compiler import Loaded, load_files, pool_file
 from sidecar.policy.diff import describe_changes, needs_restart
 from sidecar.policy.followed_files import LOOK_EVERY_S, FollowedFiles
-from sidecar.policy.model import Mode, Policy, is_forced
+from sidecar.policy.model import Policy, is_forced
 from sidecar.policy.passing import says_pass
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.source import read

@@ -13,10 +13,12 @@ from typing import Any
 
 import msgspec
 
+from sidecar.policy.choices import StoredTenants
 from sidecar.policy.declared import Context
 from sidecar.policy.keys import PREFIX
-from sidecar.policy.model import Policy, StoredTenants, Tenant
+from sidecar.policy.model import Policy
 from sidecar.policy.problems import dotted, quoted
+from sidecar.policy.tenant import Tenant
 from sidecar.policy.validate import read_record as of_data
 
 MOST_RECORD_BYTES = 64 * 1024

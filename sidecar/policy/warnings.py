@@ -11,10 +11,13 @@ from sidecar.durations import policy_duration
 from sidecar.engines import NoPriorityEngine
 from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
+from sidecar.policy.choices import Learn, Order, StoreLoss, TierSource, Unguarded, Unsized
 from sidecar.policy.fleet_warnings import fleet_warnings
-from sidecar.policy.model import Learn, Limits, Order, Policy, StoreLoss, Tier, TierSource, Timeouts, Unguarded, Unsized
+from sidecar.policy.model import Policy
 from sidecar.policy.problems import FilePlace, Path, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
+from sidecar.policy.tenant import Limits
+from sidecar.policy.tier import Tier, Timeouts
 
 MOSTLY_RESERVED = Fraction(80, 100)
 """Above this, the prototype of the rules showed that priorities hardly matter under overload (scheduling.md)."""

@@ -10,7 +10,7 @@ import msgspec
 
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
 from sidecar.events import Placed
-from sidecar.policy.model import Limits
+from sidecar.policy.tenant import Limits
 from sidecar.scheduling.tickets import ScheduledLease as Held
 from sidecar.scheduling.tickets import Ticket, TicketGain
 

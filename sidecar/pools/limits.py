@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits, StoreUnavailable, TenantLimit
-from sidecar.policy.model import Limits
 from sidecar.policy.size_limits import SizeLimits, requests_text
+from sidecar.policy.tenant import Limits
 from sidecar.pools.base import Ask
 from sidecar.pools.calls import HEARTBEAT_US, Metered
 from sidecar.pools.meter import Judged

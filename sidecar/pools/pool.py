@@ -10,9 +10,11 @@ from itertools import count
 
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
 from sidecar.events import StoreObserver
-from sidecar.policy.model import Limits, Policy, StoreLoss
+from sidecar.policy.choices import StoreLoss
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
+from sidecar.policy.tenant import Limits
 from sidecar.pools.alarm import Alarm
 from sidecar.pools.base import Ask, Lease, WaitOutcome
 from sidecar.pools.calls import Cap, Drain, EngineView, Reply, WakeUp

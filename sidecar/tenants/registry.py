@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.model import Policy
 from sidecar.policy.problems import printable
 from sidecar.policy.reload import UsesPolicy
 from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_record, with_stored
+from sidecar.policy.tenant import Tenant
 from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
 from sidecar.tenants.records import StoredRecords

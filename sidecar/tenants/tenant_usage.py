@@ -18,7 +18,8 @@ import msgspec
 
 from sidecar.durations import short_duration
 from sidecar.errors import RemainingLimits, TenantLimit
-from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.model import Policy
+from sidecar.policy.tenant import Tenant
 from sidecar.pools import Ask, Pool
 from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within

@@ -18,8 +18,9 @@ from sidecar.admission.request import RequestHandler
 from sidecar.admission.usage import UsageReader
 from sidecar.events import Event, Received
 from sidecar.handover import CALL_KEY
+from sidecar.policy.choices import Mode
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy.model import Policy
 from sidecar.pools.base import Ask, Lease
 from tests.support.middleware import CHAT, Caller, Guarded, Recorder, Story, answer, chat, chunk, start, whole_body
 

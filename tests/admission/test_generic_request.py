@@ -19,7 +19,7 @@ from sidecar import AdmissionMiddleware
 from sidecar.admission.answer import CostReader
 from sidecar.admission.client import READ_AHEAD, UploadChannel
 from sidecar.events import Admitted, Classified, Refused, Settled
-from sidecar.policy.model import CostPlace
+from sidecar.policy.endpoint import CostPlace
 from sidecar.proxy.proxy import ReverseProxy
 from tests.admission.models import served_models
 from tests.support.middleware import App, Caller, Recorder, recorded

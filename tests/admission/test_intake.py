@@ -12,7 +12,8 @@ from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.engines.base import Engine
 from sidecar.policy.compiler import load, shipped_policies
-from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.model import Policy
+from sidecar.policy.tenant import Tenant
 from sidecar.tokens import Estimator
 from tests.support.middleware import CHAT
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sidecar.admission.usage import LARGEST_EVENT, UsageReader
 from sidecar.lengths.lease_size import EVERY_TOKENS, Expected, LeaseSize
-from sidecar.policy.model import Learn
+from sidecar.policy.choices import Learn
 from sidecar.pools.base import Ask, Lease
 from tests.admission.test_lease_size import Stand
 from tests.support.examples import examples

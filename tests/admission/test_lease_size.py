@@ -22,7 +22,7 @@ from sidecar.lengths.lease_size import (
 )
 from sidecar.lengths.overlap import WHOLE
 from sidecar.payload.decode import decode
-from sidecar.policy.model import Learn
+from sidecar.policy.choices import Learn
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease

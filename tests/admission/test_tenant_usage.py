@@ -19,8 +19,9 @@ from sidecar import AdmissionMiddleware
 from sidecar.admin import usage_routes
 from sidecar.cli import main
 from sidecar.errors import TenantLimit
-from sidecar.policy.model import Limits, Policy, Tenant
+from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
+from sidecar.policy.tenant import Limits, Tenant
 from sidecar.pools import Ask, Pool
 from sidecar.pools.base import StoreError
 from sidecar.pools.redis.connection import StoreConnection

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from sidecar.events import Outcome, Settled
-from sidecar.policy.model import Policy, Timeouts
+from sidecar.policy.model import Policy
+from sidecar.policy.tier import Timeouts
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.admission.test_pending_aborts import LONG

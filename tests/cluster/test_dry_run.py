@@ -13,7 +13,7 @@ from sidecar.admission.dry_run.shadow import WaitingShadow
 from sidecar.cli.observed import lines as table
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.events import Observed, ShadowHolds, Verdict
-from sidecar.policy.model import Mode
+from sidecar.policy.choices import Mode
 from sidecar.telemetry.dry_run import DryRunReport, DryRunStats
 from sidecar.tools.text import WIDTH
 from tests.support.middleware import policy

@@ -20,7 +20,8 @@ from sidecar.cluster.report import ReplicaReport, TierWaits, pack
 from sidecar.cluster.sources import Sources
 from sidecar.engines.view import Amount
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
-from sidecar.policy.model import Policy, ServiceObjectives
+from sidecar.policy.model import Policy
+from sidecar.policy.tier import ServiceObjectives
 from sidecar.pools import PeerReport, Pool, StoreError
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.metrics.tenants import TenantHolding

@@ -8,7 +8,7 @@ import pytest
 from sidecar.cluster.document import EngineStatus, OldestWaiter, ReplicaView, TenantView
 from sidecar.cluster.phrases import count, crowd, engine_headline, headline, sentence_for, starving, waits_at_its_limit
 from sidecar.durations import short_duration
-from sidecar.policy.model import Mode
+from sidecar.policy.choices import Mode
 from sidecar.telemetry.recent import Bucket, Overtakings
 from tests.cluster.views import starved, tier
 

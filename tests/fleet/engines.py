@@ -14,8 +14,8 @@ from sidecar.fleet.discovery import StaticDiscovery
 from sidecar.fleet.fleet import Fleet
 from sidecar.fleet.settings import FleetSettings
 from sidecar.policy.capacity import Capacity
+from sidecar.policy.choices import CapacitySource
 from sidecar.policy.fleet import EngineAddress
-from sidecar.policy.model import CapacitySource
 from sidecar.policy.rules import UNLIMITED
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.middleware import answer

@@ -19,8 +19,8 @@ from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access
 from sidecar.cli import main
 from sidecar.errors import TenantsUnavailable
+from sidecar.policy.choices import StoredTenants
 from sidecar.policy.compiler import load
-from sidecar.policy.model import StoredTenants
 from sidecar.policy.stored_tenants import InvalidTenant, read_record, with_stored
 from sidecar.stores import new_records
 from sidecar.tenants import registry

@@ -33,8 +33,8 @@ from sidecar.errors import Draining, QueueFull, QueueTimeout, RequestTooLarge, S
 from sidecar.events import Settled
 from sidecar.leases import Admission, HeldLease
 from sidecar.leases.threads import ThreadLeaseBlock
+from sidecar.policy.choices import Mode, StoreLoss
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Mode, StoreLoss
 from sidecar.pools import Ask
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer

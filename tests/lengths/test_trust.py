@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.lengths.trust import CALM_US, Trust
-from sidecar.policy.model import Learn
+from sidecar.policy.choices import Learn
 
 SECOND = 1_000_000
 LADDERS = {

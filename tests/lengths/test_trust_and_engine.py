@@ -14,7 +14,7 @@ from sidecar.admission.engine_pages import EnginePages
 from sidecar.engines import ENGINES
 from sidecar.lengths.trust import Trust
 from sidecar.policy.capacity import Capacity
-from sidecar.policy.model import CapacitySource, Learn
+from sidecar.policy.choices import CapacitySource, Learn
 from sidecar.pools.engine_reader import EngineReader, Size
 from sidecar.proxy.proxy import ReverseProxy
 

@@ -10,10 +10,12 @@ import pytest
 from sidecar.apis import Api
 from sidecar.engines import Vllm
 from sidecar.engines.base import Carrier
+from sidecar.policy.choices import Learn
 from sidecar.policy.compiler import load, load_files
-from sidecar.policy.model import Learn, Limits, Queue, Tenant, Timeouts
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import Shares, pool_rules
+from sidecar.policy.tenant import Limits, Tenant
+from sidecar.policy.tier import Queue, Timeouts
 from tests.policy.files import SMALL, mistakes, pool, tenant
 from tests.support.each import each
 

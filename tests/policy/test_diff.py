@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sidecar.engines import ENGINES
+from sidecar.policy.choices import Learn
 from sidecar.policy.compiler import load
 from sidecar.policy.diff import MOST_NAMED, describe_changes, differences
-from sidecar.policy.model import Learn, Policy, Tenant
+from sidecar.policy.model import Policy
+from sidecar.policy.tenant import Tenant
 from tests.support.each import each
 from tests.support.middleware import policy, write_policy
 

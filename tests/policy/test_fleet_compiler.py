@@ -9,6 +9,7 @@ import pytest
 
 from sidecar.engines.registry import ENGINES
 from sidecar.policy.capacity import Capacity
+from sidecar.policy.choices import CapacitySource
 from sidecar.policy.compiler import load, load_files, read_engine_list
 from sidecar.policy.fields import ServiceName
 from sidecar.policy.fleet import (
@@ -23,7 +24,7 @@ from sidecar.policy.fleet import (
     pool_prefill,
     pool_size,
 )
-from sidecar.policy.model import CapacitySource, Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from tests.policy.files import SMALL, pool

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sidecar.cli import main
+from sidecar.policy.choices import Order
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Order
 from sidecar.policy.warnings import warnings
 from tests.policy.files import SMALL, mistakes, pool
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.policy.choices import StoreLoss
 from sidecar.policy.compiler import load, load_files
-from sidecar.policy.model import StoreLoss
 from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.problems import PolicyError, masked
 from sidecar.policy.schema import schema_document

@@ -9,9 +9,11 @@ from fractions import Fraction
 from typing import Protocol
 
 from sidecar.engines import NoPriorityEngine
-from sidecar.policy.model import Policy, Queue, Tier, TierSource
+from sidecar.policy.choices import TierSource
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, pool_rules
 from sidecar.policy.size_limits import SizeLimits
+from sidecar.policy.tier import Queue, Tier
 from sidecar.pools import Ask, Pool
 
 

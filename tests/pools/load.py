@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sidecar.errors import AdmissionError
-from sidecar.policy.model import Policy, StoreLoss
+from sidecar.policy.choices import StoreLoss
+from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.clock import Clock, monotonic_us

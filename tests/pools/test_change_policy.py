@@ -15,7 +15,8 @@ import redis
 
 from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.policy.capacity import Capacity
-from sidecar.policy.model import CapacitySource, Policy
+from sidecar.policy.choices import CapacitySource
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Pool
 from sidecar.pools.member_events import MemberMode

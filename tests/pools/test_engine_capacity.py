@@ -16,7 +16,8 @@ from sidecar.engines import Vllm
 from sidecar.engines.pages import Page, Unread
 from sidecar.errors import CapacityUnknown, RequestTooLarge
 from sidecar.policy.capacity import Capacity
-from sidecar.policy.model import CapacitySource, Policy
+from sidecar.policy.choices import CapacitySource
+from sidecar.policy.model import Policy
 from sidecar.pools import EngineSize, Pool
 from tests.pools.harness import ask, simple
 from tests.pools.load import until

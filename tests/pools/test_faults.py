@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from sidecar.errors import StoreUnavailable
-from sidecar.policy.model import Policy, StoreLoss
+from sidecar.policy.choices import StoreLoss
+from sidecar.policy.model import Policy
 from sidecar.pools import Pool, store_watch
 from sidecar.pools.clock import monotonic_us
 from sidecar.pools.redis import RedisLink, link

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sidecar.errors import QueueFull, StoreUnavailable, TenantLimit
-from sidecar.policy.model import Limits, StoreLoss
+from sidecar.policy.choices import StoreLoss
+from sidecar.policy.tenant import Limits
 from sidecar.pools import Ask, Pool
 from sidecar.pools.calls import ALONE_US, HEARTBEAT_US
 from tests.pools.harness import simple

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from sidecar.errors import StoreUnavailable, TenantLimit
-from sidecar.policy.model import Limits
+from sidecar.policy.tenant import Limits
 from sidecar.pools import Ask
 from tests.pools.harness import simple
 from tests.pools.load import nothing_left, recovered, replicas, until

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sidecar.errors import RequestTooLarge, TenantLimit
-from sidecar.policy.model import Limits
 from sidecar.policy.rules import Shares, pool_rules
+from sidecar.policy.tenant import Limits
 from sidecar.pools import Ask, Lease, Pool
 from sidecar.pools.member import Member
 from tests.pools.conftest import in_both_orders

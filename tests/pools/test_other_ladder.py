@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from sidecar.errors import StoreUnavailable
-from sidecar.policy.model import Policy, StoreLoss
+from sidecar.policy.choices import StoreLoss
+from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from tests.pools.harness import ask, simple
 from tests.pools.load import Load, nothing_left, replica, replicas, until

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from sidecar.errors import AdmissionError, QueueFull, StoreUnavailable
 from sidecar.events import StoreState
-from sidecar.policy.model import Policy, StoreLoss
+from sidecar.policy.choices import StoreLoss
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools import Pool
 from sidecar.pools.base import Lease

@@ -8,7 +8,7 @@ import pytest
 
 from sidecar.errors import QueueFull
 from sidecar.events import Obstacle
-from sidecar.policy.model import Limits
+from sidecar.policy.tenant import Limits
 from sidecar.pools import Ask
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, simple

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from sidecar.errors import StoreUnavailable
-from sidecar.policy.model import StoreLoss
+from sidecar.policy.choices import StoreLoss
 from sidecar.pools import Pool
 from sidecar.pools.ledger import Ledger
 from sidecar.tasks import is_set_within

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from sidecar.errors import StoreUnavailable
-from sidecar.policy.model import Policy, StoreLoss
+from sidecar.policy.choices import StoreLoss
+from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools.base import StoreError
 from sidecar.pools.calls import LAYOUT, Call, Reply, WakeUp

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sidecar.errors import QueueFull, RemainingLimit, RemainingLimits, RequestTooLarge, TenantLimit
-from sidecar.policy.model import Limits
+from sidecar.policy.tenant import Limits
 from sidecar.pools import Ask, Pool
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, change_rules, simple

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from sidecar.errors import RemainingLimit, RemainingLimits
-from sidecar.policy.model import Limits
+from sidecar.policy.tenant import Limits
 from sidecar.scheduling.rate_limit import FEWEST_SWEPT, GUESSED_US, Charge, ExceededLimit, Limit, RateLimiter
 
 MINUTE_US = 60_000_000

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from sidecar.events import Observed
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy.choices import Mode
+from sidecar.policy.model import Policy
 from sidecar.pools import Ask, Pool
 from sidecar.tokens import Estimator
 from tests.support.middleware import Recorder, TestedMiddleware

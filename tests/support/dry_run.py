@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from sidecar.events import Observed, Verdict
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy.choices import Mode
+from sidecar.policy.model import Policy
 from tests.support.middleware import Guarded, monitor, policy
 from tests.support.serving import serving
 

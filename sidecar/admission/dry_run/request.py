@@ -59,7 +59,7 @@ from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import Observed, Outcome, Verdict
 from sidecar.handover import with_write
-from sidecar.policy.model import Endpoint
+from sidecar.policy.endpoint import Endpoint
 from sidecar.pools import Grant
 
 UNREAD, TOO_MANY = "body_unread", "too_many_shadows"

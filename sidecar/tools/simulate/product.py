@@ -27,7 +27,8 @@ from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSize, LeaseSizes
 from sidecar.payload.decode import decode
-from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.model import Policy
+from sidecar.policy.tenant import Tenant
 from sidecar.pools import Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 from sidecar.tokens import tokens_to_hold

@@ -13,7 +13,7 @@ from sidecar.admission import intake, usage
 from sidecar.admission.dry_run import request, shadow
 from sidecar.admission.dry_run.shadow import ShadowRegistry
 from sidecar.events import Outcome, Settled, Verdict
-from sidecar.policy.model import Mode
+from sidecar.policy.choices import Mode
 from sidecar.proxy.proxy import ReverseProxy
 from tests.support.dry_run import DryRun, observing
 from tests.support.middleware import (

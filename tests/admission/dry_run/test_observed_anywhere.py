@@ -14,8 +14,9 @@ import pytest
 
 from sidecar.admission.dry_run.shadow import ShadowRequest
 from sidecar.events import Settled
+from sidecar.policy.choices import Mode
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy.model import Policy
 from tests.admission.test_broken_off_anywhere import POLICY, UPLOAD, stepped
 from tests.support.anywhere import World, all_pass, at_every_await, enforces, is_canceled
 from tests.support.middleware import CHAT, Caller, answer, chat, chunk, start, whole_body

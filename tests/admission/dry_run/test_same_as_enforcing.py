@@ -17,7 +17,8 @@ import pytest
 
 from sidecar.events import Admitted, Observed, Preempted, Refused
 from sidecar.policy import compiler
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy.choices import Mode
+from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 from tests.support.middleware import Caller, Recorder, TestedMiddleware, chat, write_policy
