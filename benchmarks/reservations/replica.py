@@ -1,6 +1,6 @@
 """The product's own parts in virtual time: the pool, the sizes of leases, the estimator and the trust.
 
-A replica does for each request what `admission.turn` and `middleware.request` do, in the same order: size
+A replica does for each request what `admission.turn` and `admission.request` do, in the same order: size
 it and enter it, begin its lease's size at the grant, look at it while it streams, learn from its end and settle.
 """
 

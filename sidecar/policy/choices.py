@@ -30,7 +30,7 @@ class CapacitySource(str, Enum):
 
 
 class Unguarded(str, Enum):
-    """Treatment of a request on a path that the policy does not guard. See `middleware.unguarded`."""
+    """Treatment of a request on a path that the policy does not guard. See `admission.unguarded`."""
 
     DENY = "deny"
     GENERATING = "generating"
@@ -38,7 +38,7 @@ class Unguarded(str, Enum):
 
 
 class StreamUsage(str, Enum):
-    """When the engine is asked for the usage of streams whose clients do not ask: see `middleware.asked_usage`."""
+    """When the engine is asked for the usage of streams whose clients do not ask: see `admission.forwarding`."""
 
     ASK = "ask"
     AS_SENT = "as_sent"

@@ -19,7 +19,7 @@ from sidecar.policy.declared import ReadAs, declared, key
 from sidecar.policy.rules import UNLIMITED
 
 MOST_ENGINES = 64
-"""Engines of one pool. A decision looks at each of them (`scheduling.placement`)."""
+"""Engines of one pool. A decision looks at each of them (`scheduling.scheduler`)."""
 MOST_OF_AN_ENGINE = 10**12
 """Tokens, or requests, of one engine. Sums and scores over 64 engines then stay below 2**53, so exact in Lua."""
 PROMPT_CACHE_KEY = b"prompt_cache_key"

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 UNLIMITED = 2**53 - 1
 """Stands for a dimension the policy does not bound. The largest whole number that a double (so Lua) holds exactly."""
+MOST_EXCESS = 1_000
+"""The most whole reserves that one ticket counts as too much (rule 5)."""
 
 
 @dataclass(frozen=True, slots=True)

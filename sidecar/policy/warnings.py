@@ -15,18 +15,16 @@ from sidecar.policy.choices import Learn, Order, StoreLoss, TierSource, Unguarde
 from sidecar.policy.fleet_warnings import fleet_warnings
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import FilePlace, Path, Problem, dotted
-from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
+from sidecar.policy.rules import MOST_EXCESS, UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 from sidecar.policy.tenant import Limits
 from sidecar.policy.tier import Tier, Timeouts
 
 MOSTLY_RESERVED = Fraction(80, 100)
-"""Above this, the prototype of the rules showed that priorities hardly matter under overload (scheduling.md)."""
+"""Above this, the prototype of the rules showed that priorities hardly matter under overload."""
 
 MANY_RESERVES = 8
 """A tier that accepts a request of more reserves than this gets a warning of how long it owes for one."""
 
-MOST_EXCESS = 1_000
-"""The most whole reserves that the scheduler counts as too much (`scheduling.tier.MOST_EXCESS`)."""
 
 A_MINUTE_US = 60_000_000
 

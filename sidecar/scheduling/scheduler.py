@@ -8,6 +8,7 @@ from enum import IntEnum
 from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
+from sidecar.policy.rules import MOST_EXCESS
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
 from sidecar.scheduling.engines import NOTHING_GONE, Gone, ScheduledEngine
 from sidecar.scheduling.figures import Rules, figures_for
@@ -18,9 +19,6 @@ from sidecar.scheduling.tickets import Ticket
 
 PATIENCE_US = 5_000_000
 """How long one in line waits for the engine that it wants, before it takes any (rule 6)."""
-
-MOST_EXCESS = 1_000
-"""The most whole reserves that one ticket counts as too much (rule 5)."""
 
 
 class OrderClass(IntEnum):

@@ -1,7 +1,7 @@
 """The admin port of several workers: the supervisor's own ASGI app, which asks the workers.
 
 Health, readiness, state, metrics and engines are of all workers. A request's explanation comes from the one that served
-it. Every other page shows the whole pool in every worker, and comes from one of them.
+it. Every other page comes from one of them: it shows the pool as it stands, and what that worker saw of the past.
 """
 
 from __future__ import annotations
