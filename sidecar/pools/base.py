@@ -204,6 +204,12 @@ class Lease(msgspec.Struct, eq=False):
                 self._future.set_exception(self._error)
         return self._future
 
+    @property
+    def holding(self) -> Held:
+        """Its lease in its pool's scheduler. It was admitted, and waits no more."""
+        assert self.held is not None
+        return self.held
+
     def settle(self, used_tokens: int | None = None, is_counted: bool = True) -> bool:
         """Gives the lease back. False, and nothing changes, where it is not held.
 

@@ -33,7 +33,6 @@ from sidecar.pools.pool_requests import PoolRequests
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter
-from sidecar.scheduling.tickets import ScheduledLease as Held
 
 POOL = "pool#1"
 """The engine of a pool whose engines are not named: one engine is a fleet of one."""
@@ -400,17 +399,17 @@ class Pool(ReportedPool):
 
     def change_size(self, lease: Lease) -> None:
         """The lease holds what its ask says from now on. What it frees is decided about later in this tick."""
-        self._member.resize(_held(lease), lease.ask.tokens, self.now_us())
+        self._member.resize(lease.holding, lease.ask.tokens, self.now_us())
         self._run_when_due()
 
     def charge_tenant(self, lease: Lease, tokens: int) -> None:
         """The lease's tenant is charged for so many tokens more."""
-        self._member.charge(_held(lease), tokens, self.now_us())
+        self._member.charge(lease.holding, tokens, self.now_us())
         self._run_when_due()
 
     def keep(self, lease: Lease) -> None:
         """The lease is not to be preempted any more."""
-        self._member.keep(_held(lease), self.now_us())
+        self._member.keep(lease.holding, self.now_us())
         self._run()
 
     def wait_again(self, lease: Lease, *, is_overtaken: bool) -> None:
@@ -420,7 +419,7 @@ class Pool(ReportedPool):
         event loop. What they free is decided about later in it, together.
         """
         now_us = self.now_us()
-        self._member.hand_back(_held(lease), lease.ask.barred, now_us)
+        self._member.hand_back(lease.holding, lease.ask.barred, now_us)
         self._requests.came_back(lease, now_us, is_overtaken=is_overtaken)
         if error := self._sizes.outgrown(lease.ask):
             self._refuse_waiting(lease, error)
@@ -428,7 +427,7 @@ class Pool(ReportedPool):
 
     def prefilled(self, lease: Lease) -> None:
         """The lease's engine has prefilled its prompt."""
-        held = _held(lease)
+        held = lease.holding
         if held.sent:
             self._member.first_byte(held, self.now_us())
             self._run()
@@ -594,8 +593,3 @@ class Pool(ReportedPool):
             del self._questions[number]
             self._member.meter.give_up(number)
         return None if verdict is None else remaining(verdict)
-
-
-def _held(lease: Lease) -> Held:
-    assert lease.held is not None
-    return lease.held
