@@ -85,6 +85,7 @@ class Shares:
     always_first: bool = False
     preemptible: bool = False
     preempt_after_us: int | None = None
+    hold: Fraction = Fraction(0)
 
 
 StatedShares: TypeAlias = "Shares | Tier"

@@ -189,6 +189,11 @@ class Tier(TierBody):
     level: int = 0
     timeouts: Timeouts = Timeouts()
 
+    @property
+    def hold(self) -> Fraction:
+        """The share of its requests that must meet its `slo`; 0: no less important tier is bounded for it."""
+        return getattr(self.slo, "hold", None) or Fraction(0)
+
 
 def ladder(bodies: dict[str, TierBody]) -> tuple[Tier, ...]:
     """The tiers in their order, most important first."""
