@@ -140,9 +140,9 @@ class GuardDecided(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GuardHeld(msgspec.Struct, array_like=True, frozen=True):
-    """A guarded tier as the ledger has it: decided at `decided_us`, 0 for never; then what was `met` and `missed` since.
+    """A guarded tier as the ledger has it, decided at `decided_us`, 0 for never.
 
-    `has_kept_out`: something has waited for it alone since.
+    Since then its SLO was `met` and `missed` so often, and `has_kept_out`: something has waited for it alone.
     """
 
     share_ppm: int = 0
@@ -296,8 +296,8 @@ class Call(msgspec.Struct, array_like=True):
     with a heartbeat: the bids that it has shown and not seen granted. `leaving`: all sums of leases that are being
     taken back, if they changed. `knew`: how many replicas it knew last. `replaces`: its rules replace others of the
     same tiers; `takes_over`: also those of other tiers. `virtual`: the virtual times of its tiers, as it knew them.
-    `running`: the counts that fell; in a statement all. What a verdict charged counts already. `seen`: of guarded tiers;
-    `guards`: what the replica decided about them.
+    `running`: the counts that fell; in a statement all. What a verdict charged counts already.
+    `seen`: of guarded tiers. `guards`: what the replica decided about them.
     """
 
     layout: int

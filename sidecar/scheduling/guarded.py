@@ -108,7 +108,8 @@ class Guards:
 
         So a large one is not passed by small ones for ever.
         """
-        kept, closed = list[Candidate](), set[int]()
+        kept: list[Candidate] = []
+        closed: set[int] = set()
         self.kept_out = set()
         for candidate in order:
             _, ticket, order_class = candidate
