@@ -15,9 +15,8 @@ import msgspec
 
 from sidecar.events import Obstacle
 
-OWN_OBSTACLES = frozenset((Obstacle.PREEMPTED, Obstacle.ENGINE, Obstacle.STORE, Obstacle.LIMIT))
-"""Obstacles that would be there without less important work: more important work, no engine, no store, the tier's own
-limit."""
+OWN_OBSTACLES = frozenset((Obstacle.ENGINE, Obstacle.STORE, Obstacle.LIMIT))
+"""Obstacles that would be there without less important work: no engine, no store, the tier's own limit."""
 
 
 class SloReport(msgspec.Struct, eq=False):

@@ -159,7 +159,8 @@ class World:
     async def _whole(self, script: Script, send: Any) -> None:
         await asyncio.sleep(script.gap_s * (script.tokens - 1))
         usage = {"usage": {"prompt_tokens": 9, "completion_tokens": script.tokens}} if script.counts else {}
-        await answer(send, json.dumps({"choices": [], **usage}).encode(), script.status)
+        body = json.dumps({"choices": [], **usage}).encode() if script.status == 200 else b'data: {"error": {}}\n\n'
+        await answer(send, body, script.status)
 
 
 # Batch may always fill the pool: what the pool does with what it is told is not of this file.
@@ -359,6 +360,18 @@ def test_waiting_for_the_tiers_own_limit_is_no_miss(tmp_path: Path) -> None:
     assert play(tmp_path, scene, high=", limit: 25%") == [MET] * 5  # one first token, and the pace of all
 
 
+def test_waiting_that_began_before_the_tier_was_at_its_limit_is_no_miss(tmp_path: Path) -> None:
+    async def scene(world: World) -> list[bool]:
+        batch = [world.begin(Script(0.5, tokens=1, user="0"), "batch")]
+        batch += [world.begin(Script(9.0, tokens=1, user=str(number)), "batch") for number in (1, 2)]
+        high = [world.begin(Script(0.9, 0.05, user=str(number))) for number in range(3)]
+        await asyncio.gather(*batch, *high)
+        return world.noted
+
+    noted = play(tmp_path, scene, high=", limit: 50%", more="max_preemptions: 0")
+    assert sorted(noted) == [MET] * 4 + [MISSED]  # the second waited for batch alone
+
+
 def test_waiting_for_an_engine_that_is_away_is_no_miss(tmp_path: Path) -> None:
     async def before(world: World) -> list[bool]:
         world.health.change(is_usable=False)
@@ -366,6 +379,14 @@ def test_waiting_for_an_engine_that_is_away_is_no_miss(tmp_path: Path) -> None:
         await asyncio.sleep(20)
         assert world.noted == []
         world.health.change(is_usable=True)
+        await asked
+        return world.noted
+
+    async def paused(world: World) -> list[bool]:
+        world.pool.pause("all its engines drain")
+        asked = world.begin(Script(0.5))
+        await asyncio.sleep(20)
+        world.pool.pause(None)
         await asked
         return world.noted
 
@@ -381,6 +402,7 @@ def test_waiting_for_an_engine_that_is_away_is_no_miss(tmp_path: Path) -> None:
         return world.noted
 
     assert play(tmp_path, before) == [MET]
+    assert play(tmp_path, paused) == [MET]
     assert play(tmp_path, meanwhile) == [MET]
 
 
