@@ -213,7 +213,6 @@ class RequestGain:
         )
         self._admitted_us, self._usage = now_us, usage
         if self.report is not None:
-            self.report.look()
             self._whole_us, self._unblocked = now_us, (now_us, 0)
         self._since: GenerationLoad | None = None
         self._until: tuple[GenerationLoad, int] | None = None
@@ -256,9 +255,7 @@ class RequestGain:
         report, is_sent = self.report, self._call is not None
         if report is None or (is_sent and self._deadlines is None):  # its first token will not be seen
             return
-        if report.is_overdue(self._now_us()):
-            if not is_sent:
-                report.look()
+        if report.is_overdue(self._now_us(), waits=not is_sent):
             self._report_first(report, is_missed=True)
 
     def refused(self, status: int | None, *, is_abandoned: bool) -> ServiceGain | None:

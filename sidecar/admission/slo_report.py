@@ -33,15 +33,11 @@ class SloReport(msgspec.Struct, eq=False):
     _obstacle: Callable[[], tuple[Obstacle, str]] | None = None
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]]) -> None:
-        """The request waits from now on."""
+        """The request waits from now on. What is in its way is looked at now, and when its first token is due."""
         self._obstacle = obstacle
-        self.look()
+        self._look()
 
-    def look(self) -> None:
-        """Looks what is in the way, while the request waits and at its grant: what it was at both ends it was between.
-
-        At its grant a tier is at its limit where another such request would not be admitted.
-        """
+    def _look(self) -> None:
         if self._obstacle is not None and not self.is_excused:
             self.is_excused = self._obstacle()[0] in OWN_OBSTACLES
 
@@ -53,13 +49,17 @@ class SloReport(msgspec.Struct, eq=False):
         """The answer is an error: it says nothing of the objective."""
         self.is_first_known = True
 
-    def is_overdue(self, now_us: int) -> bool:
+    def is_overdue(self, now_us: int, *, waits: bool) -> bool:
         """True if the first token is due since an earlier call, and nobody knows of it. Call it from time to time.
 
-        Between two calls it is noticed that a client has left.
+        Between two calls it is noticed that a client has left. `waits`: the request still waits for its grant.
         """
-        was_overdue, self._is_overdue = self._is_overdue, now_us >= self.due_us
-        return was_overdue and not self.is_first_known
+        if self.is_first_known or now_us < self.due_us:
+            return False
+        if waits:
+            self._look()
+        was_overdue, self._is_overdue = self._is_overdue, True
+        return was_overdue
 
     def first_token(self, *, is_missed: bool) -> None:
         """The first token came, or is overdue, or a whole answer came. Only the first call counts."""
