@@ -33,11 +33,11 @@ from sidecar.identity.identities import Identities
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSizes
 from sidecar.lengths.output_ratios import OutputRatios
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.choices import Mode, Unguarded
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.tenants.tenant_usage import TenantUsage
-from sidecar.tokens import Estimator
 from sidecar.version import version_document
 
 LONGEST_INTERVAL_S = 1.0

@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sidecar.admission.request_path import by_path
-from sidecar.classify import API_KEY_HEADERS, Classifier
 from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import Objective
+from sidecar.identity.classify import API_KEY_HEADERS, Classifier
 from sidecar.identity.tokens import TokenVerifier
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.choices import Mode, StreamUsage
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.policy.tier import Tier
-from sidecar.tokens import Estimator
 
 AUTHORIZATION = b"authorization"
 KEY_HEADERS = (AUTHORIZATION, *API_KEY_HEADERS)

@@ -27,6 +27,7 @@ from sidecar.admission.forwarding import (
     request_for_app,
     show_outside,
 )
+from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with_write
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
 from sidecar.admission.pending_aborts import Held
 from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
@@ -37,7 +38,6 @@ from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, EngineUnreachable
 from sidecar.events import Outcome
-from sidecar.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with_write
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy

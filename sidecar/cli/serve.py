@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.admin.auth import Access
+    from sidecar.composition.serving import ServeSettings
     from sidecar.policy.model import Policy
-    from sidecar.serving import ServeSettings
 
 _log = logging.getLogger("sidecar.serve")
 
@@ -143,14 +143,14 @@ def _policy_path(given: str | None) -> str:
 
 def _raise_open_files() -> None:
     """Before the workers, which inherit the limit."""
-    from sidecar.open_files import raise_limit
+    from sidecar.server.open_files import raise_limit
 
     if raised := raise_limit():
         _log.info("open files: the limit is raised from %d to %d", *raised, extra={"event": "open_files"})
 
 
 def _settings(args: argparse.Namespace) -> ServeSettings:
-    from sidecar.serving import ServeSettings
+    from sidecar.composition.serving import ServeSettings
 
     return ServeSettings(
         upstream=args.upstream,
@@ -169,10 +169,10 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
 
 def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_checked: bool) -> Exception | None:
     """Serves in this process. Returns why it could not begin."""
+    from sidecar.composition.serving import Serving, load_policy, upstreams
     from sidecar.policy.choices import Mode
     from sidecar.server import CannotServe, server
     from sidecar.server.certificate import new_certificate
-    from sidecar.serving import Serving, load_policy, upstreams
     from sidecar.telemetry.setup import TelemetryError
 
     try:
@@ -202,9 +202,9 @@ def _serve_by_workers(
     settings: ServeSettings, workers: int, log: LogSettings, announce: Callable[[str], None], *, is_checked: bool
 ) -> Exception | None:
     """Serves by processes of its own. Returns why it could not begin, or go on."""
+    from sidecar.composition.serving import load_policy
     from sidecar.policy.choices import Mode
     from sidecar.server import CannotServe, server
-    from sidecar.serving import load_policy
     from sidecar.workers.supervisor import WorkersPlan, check_system, supervise
 
     try:

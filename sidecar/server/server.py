@@ -22,13 +22,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from sidecar.errors import Draining, ResponseCut
-from sidecar.open_files import most_clients
 from sidecar.server import CannotServe
 from sidecar.server.acceptor import Acceptor
 from sidecar.server.app_lifespan import AppLifespan
 from sidecar.server.certificate import Certificate
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from sidecar.server.listeners import listening, socket_address
+from sidecar.server.open_files import most_clients
 from sidecar.server.own_address import leads_to
 
 # ALB and nginx close an idle connection after 60 s by default, and must be the first to close it.

@@ -12,7 +12,7 @@ from enum import Enum
 
 import msgspec
 
-from sidecar.serving import ServeSettings
+from sidecar.composition.serving import ServeSettings
 from sidecar.telemetry.logs.setup import LogSettings
 
 CUT = signal.SIGUSR1

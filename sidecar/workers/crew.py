@@ -13,9 +13,9 @@ from socket import socket
 
 import msgspec
 
+from sidecar.composition.serving import ServeSettings
+from sidecar.composition.stores import TAKE_OVER_VARIABLE
 from sidecar.server.server import wait_first
-from sidecar.serving import ServeSettings
-from sidecar.stores import TAKE_OVER_VARIABLE
 from sidecar.tasks import is_set_within, report_failure
 from sidecar.telemetry.logs.setup import LogSettings
 from sidecar.workers.channel import CUT, Begin, WorkerState

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.unix_address import SCHEME
+from sidecar.server.unix_address import SCHEME
 from sidecar.workers.channel import Begin, Report, WorkerState
 from sidecar.workers.restarts import Restarts, how_it_ended
 

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sidecar.admin.auth import Access, AdminGuard
+from sidecar.composition.serving import ServeSettings, new_proxy, upstreams
+from sidecar.composition.stores import find_store, new_records, refuse_uncounted_budgets, takes_over_a_store
 from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE
 from sidecar.server import CannotServe
 from sidecar.server.certificate import new_certificate
 from sidecar.server.listeners import listening, sharing, socket_address
 from sidecar.server.server import Signals, refuse_own_addresses, serving_pages, wait_first
-from sidecar.serving import ServeSettings, new_proxy, upstreams
-from sidecar.stores import find_store, new_records, refuse_uncounted_budgets, takes_over_a_store
+from sidecar.server.unix_address import MOST_BYTES, socket_path
 from sidecar.telemetry.logs.setup import LogSettings
-from sidecar.unix_address import MOST_BYTES, socket_path
 from sidecar.workers.crew import Crew
 from sidecar.workers.own_store import OwnStore
 from sidecar.workers.pages import WorkerPages

@@ -20,12 +20,12 @@ from typing import Any
 
 import msgspec
 
+from sidecar.composition.serving import Serving
 from sidecar.policy.passing import load_or_pass
 from sidecar.policy.problems import PolicyError
 from sidecar.server import CannotServe
 from sidecar.server.certificate import new_certificate
 from sidecar.server.server import End, Served, run, serve_on
-from sidecar.serving import Serving
 from sidecar.tasks import is_set_within
 from sidecar.telemetry.logs.setup import own_logging
 from sidecar.telemetry.setup import TelemetryError

@@ -12,8 +12,8 @@ from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.events import Outcome, ServiceGain
 from sidecar.gain.token_deadlines import Objective, asked_slo
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.pools import Pool
-from sidecar.tokens import Estimator
 from tests.support.middleware import (
     CHAT,
     App,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sidecar.cli import main
+from sidecar.composition.serving import ServeSettings
 from sidecar.server import CannotServe
-from sidecar.serving import ServeSettings
 from sidecar.telemetry.logs.setup import LogSettings
 from sidecar.workers.crew import Crew
 from sidecar.workers.own_store import server_program

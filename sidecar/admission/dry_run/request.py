@@ -52,13 +52,13 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest
 from sidecar.admission.event_reporter import new_reporter
 from sidecar.admission.forwarding import call_app, forwarded_scope
+from sidecar.admission.handover import with_write
 from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import Observed, Outcome, Verdict
-from sidecar.handover import with_write
 from sidecar.policy.endpoint import Endpoint
 from sidecar.pools import Grant
 

@@ -20,8 +20,8 @@ import msgspec
 
 from sidecar.admin import PORT_VARIABLE
 from sidecar.policy.model import Policy
+from sidecar.policy.secrets import FILE_SUFFIX
 from sidecar.policy.store import STORE_VARIABLE, StoreAddress, store_address
-from sidecar.secrets import FILE_SUFFIX
 from sidecar.tools.demo.clients import Arrival, ArrivalStream, Asking, play
 from sidecar.tools.demo.figures import RunMeasurement, measure
 from sidecar.tools.demo.server import LOG_PATH, slots
