@@ -44,14 +44,14 @@ MODEL_TOKENS = 512
 LAYERS = "--layers 8 --hidden 512 --heads 8 --kv-heads 4 --inter 1536"
 """A model of 26 million parameters. On one core a step takes 13 ms, and 1 ms more for each sequence or prompt token: so
 the engine takes most of a step, and not the clients, the sidecar and vLLM's server, which share the other core."""
-INTERACTIVE_WORDS, INTERACTIVE_TOKENS = 25, 16
-BATCH_WORDS, BATCH_TOKENS = 5, (128, 384)
+INTERACTIVE_WORDS, INTERACTIVE_TOKENS = 16, 16
+BATCH_WORDS, BATCH_TOKENS = 2, (128, 384)
 """Short prompts and long answers: then batch work slows steps by their width, which a limit bounds. Lengths differ, so
 that requests which began together do not end together."""
 SLO_TO_IDLE = 2.0
 HOLD = 0.97
 ALONE_FIRST, IDLE_REQUESTS = 3, 15
-WARM_UP_S, GUARD_WARM_UP_S = 6.0, 30.0
+WARM_UP_S, GUARD_WARM_UP_S = 6.0, 24.0
 """Before a row is measured: the engine fills. The guard begins low, and has to find its bound."""
 SAMPLE_EVERY_S = 1.0
 ANSWER_WITHIN_S = 120.0
@@ -417,7 +417,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip(), formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--guard", action="store_true", help="also the row of the guard: a policy with slo.hold")
     parser.add_argument("--seconds", type=float, default=38.0, help="measured time of a row (default %(default)s)")
-    parser.add_argument("--rate", type=float, default=3.0, help="interactive requests a second (default %(default)s)")
+    parser.add_argument("--rate", type=float, default=2.8, help="interactive requests a second (default %(default)s)")
     parser.add_argument(
         "--nice",
         type=int,
