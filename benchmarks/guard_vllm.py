@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.one_request import CHAT, ask
@@ -119,7 +119,10 @@ GUARDED = Row(f"guard: hold {HOLD:.0%}", is_guarded=True)
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One row. Milliseconds, shares of the interactive requests, and what the engine ran on average."""
+    """One row. Milliseconds, shares of the interactive requests, and what the engine ran on average.
+
+    `without_core` is the time for which vLLM's processes waited for a core, relative to the row's: what other work took.
+    """
 
     requests: int
     met: float
@@ -135,6 +138,7 @@ class Figures:
     failed: int
     stalled_ms: float
     load: float
+    without_core: float
 
 
 # -- requests
@@ -240,12 +244,15 @@ async def figures_of(engine: str, row: Row, slo: Objectives, arguments: argparse
         batch = Batch(url, row.clients)
         async with batch.running():
             await play([url], before, timeout_s=ANSWER_WITHIN_S)
+            machine = Machine.now(arguments.engine_session)
             watching = asyncio.ensure_future(_watch(engine))
             seen = await play([url], planned, timeout_s=ANSWER_WITHIN_S, report=report)
             watching.cancel()
             samples = await watching
+            later = Machine.now(arguments.engine_session)
     await asyncio.to_thread(_until_idle, engine)
-    return measure(seen, samples, batch.failed, slo, max(stalls))
+    waited = (later.waited_s - machine.waited_s) / (later.at_s - machine.at_s)
+    return replace(measure(seen, samples, batch.failed, slo), stalled_ms=1000 * max(stalls), without_core=waited)
 
 
 def _until_idle(engine: str) -> None:
@@ -264,10 +271,8 @@ async def _watch(engine: str) -> Sequence[Sample]:
     return [*samples, await asyncio.to_thread(sample, engine)]
 
 
-def measure(
-    seen: Sequence[Seen], samples: Sequence[Sample], batch_failed: Sequence[str], slo: Objectives, stalled_s: float
-) -> Figures:
-    """The figures of one row."""
+def measure(seen: Sequence[Seen], samples: Sequence[Sample], batch_failed: Sequence[str], slo: Objectives) -> Figures:
+    """The figures of one row, but for those of the machine."""
     done = [one for one in seen if one.ttft_s is not None and one.tpot_s is not None]
     ttfts, tpots = [one.ttft_s or 0.0 for one in done], [one.tpot_s or 0.0 for one in done]
     waits = [float(one.headers["x-admission-wait-ms"]) for one in done]
@@ -286,8 +291,9 @@ def measure(
         batch_tokens_per_s=max(0, generated - own) / (samples[-1].at_s - samples[0].at_s),
         running=statistics.fmean(one.running for one in samples),
         failed=len(seen) - len(done) + len(batch_failed),
-        stalled_ms=1000 * stalled_s,
+        stalled_ms=0.0,
         load=os.getloadavg()[0],
+        without_core=0.0,
     )
 
 
@@ -295,7 +301,7 @@ def measure(
 
 HEAD = (
     f"{'':38} {'met':>6} {'TTFT':>6} {'TPOT':>6} {'TTFT ms p50':>12} {'p97':>6} {'wait p97':>9} {'TPOT ms p50':>12} "
-    f"{'p97':>6} {'batch tok/s':>12} {'running':>8} {'load':>6} {'stalled ms':>11}"
+    f"{'p97':>6} {'batch tok/s':>12} {'running':>8} {'load':>6} {'no core':>8} {'stalled ms':>11}"
 )
 
 
@@ -304,8 +310,8 @@ def line_of(row: Row, one: Figures) -> str:
     return (
         f"{row.title:38} {one.met:>6.3f} {one.met_ttft:>6.3f} {one.met_tpot:>6.3f} {one.ttft_p50_ms:>12.0f} "
         f"{one.ttft_p97_ms:>6.0f} {one.wait_p97_ms:>9.0f} {one.tpot_p50_ms:>12.1f} {one.tpot_p97_ms:>6.1f} "
-        f"{one.batch_tokens_per_s:>12.0f} {one.running:>8.1f} {one.load:>6.1f} {one.stalled_ms:>11.0f}"
-        + (f"  {one.failed} failed" if one.failed else "")
+        f"{one.batch_tokens_per_s:>12.0f} {one.running:>8.1f} {one.load:>6.1f} {one.without_core:>8.0%} "
+        f"{one.stalled_ms:>10.0f}" + (f"  {one.failed} failed" if one.failed else "")
     )
 
 
@@ -336,6 +342,24 @@ def missed(found: dict[Row, Figures]) -> list[str]:
 
 
 # -- the machine
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """At one moment: how long the processes of a session have waited for a core so far."""
+
+    at_s: float
+    waited_s: float
+
+    @staticmethod
+    def now(session: int) -> Machine:
+        """Reads it from Linux, for the first thread of each process: it is the one that works, in vLLM's."""
+        waited_ns = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getsid(int(folder.name)) == session:
+                    waited_ns += int((folder / "schedstat").read_text().split()[1])
+        return Machine(time.monotonic(), waited_ns / 1e9)
 
 
 @contextlib.contextmanager
@@ -395,6 +419,7 @@ def main(arguments: argparse.Namespace) -> int:
         ) as engine,
         before_other_work(arguments.nice, engine.process.pid),
     ):
+        arguments.engine_session = engine.process.pid
         version = version_of(engine.url, "vllm")
         said, found = asyncio.run(play_all(engine.url, rows, arguments))
     print(

@@ -38,6 +38,7 @@ HELD = Figures(
     failed=0,
     stalled_ms=10.0,
     load=3.0,
+    without_core=0.05,
 )
 BROKEN = replace(HELD, met=0.1, batch_tokens_per_s=600.0)
 FORTY, TWENTY, TEN = CONSTANT
