@@ -330,12 +330,11 @@ class Reference:
         return found
 
     def leaves(self, share: Fraction, r: Request, tier: int) -> bool:
-        """One is always let in beside nothing, in each dimension."""
-        held, floors = (plus(*map(of, self.below(tier))) for of in (self.used, self.reserve))
-        sizes = [
-            INFINITE if c == INFINITE else max(f, share * c // 1) for f, c in zip(floors, self.pool(), strict=True)
-        ]
-        return all(not h or h + n <= m for h, n, m in zip(held, self.need(r), sizes, strict=True))
+        """In each dimension: the pool may be as full, or those below their floors; one is let in beside nothing."""
+        below, floors = (plus(*map(of, self.below(tier))) for of in (self.used, self.reserve))
+        total, need = plus(*map(self.holding, self.running())), self.need(r)
+        most = [INFINITE if c == INFINITE else share * c // 1 for c in self.pool()]
+        return all(not below[d] or below[d] + need[d] <= floors[d] or total[d] + need[d] <= most[d] for d in range(3))
 
     # -- 4: room
 

@@ -36,7 +36,7 @@ remove, charge_for, could_take, search_init = (
     _Search.__init__,
 )
 engines_for = preemption._engines_for
-keeping_out, change_guards = Guards._keeping_out, Guards.change_rules
+keeping_out, change_guards, leaves = Guards._keeping_out, Guards.change_rules, GuardedTier.leaves
 
 
 def always(value: Any) -> Callable[..., Any]:
@@ -100,8 +100,13 @@ def _knows_no_holders(pool: Scheduler, candidate: Any, earlier: Any) -> Any:
     return {engine: before.get(engine, []) for engine in pool.would_enter(candidate.ticket, candidate.order_class)}
 
 
-def _leaves_no_room_beside_nothing(guarded: GuardedTier, held: Amount, needed: Amount) -> bool:
-    return within(plus(held, needed), guarded.most)
+def _leaves_no_room_beside_nothing(guarded: GuardedTier, needed: Amount, below: Amount, total: Amount) -> bool:
+    return within(plus(total, needed), guarded.most) or within(plus(below, needed), guarded.floors)
+
+
+def _forgets_floors(guarded: GuardedTier, needed: Amount, below: Amount, total: Amount) -> bool:
+    guarded.floors = NOTHING
+    return leaves(guarded, needed, below, total)
 
 
 def _guards_against_all(guards: Guards, rules: Rules) -> None:
@@ -186,7 +191,8 @@ PATCHES: dict[str, Patch] = {
     "guards where it may enter at once only": (GuardedTier, "leaves", always(True)),
     "keeps a large one out for ever": (GuardedTier, "leaves", _leaves_no_room_beside_nothing),
     "small ones pass a large one": (Guards, "_keeping_out", lambda g, ticket, _: keeping_out(g, ticket, ())),
-    "cuts floors": (Guards, "floors_below", always(NOTHING)),
+    "cuts floors": (GuardedTier, "leaves", _forgets_floors),
+    "counts only what is less important": (GuardedTier, "leaves", lambda g, n, below, _: leaves(g, n, below, below)),
     "guards against an always_first tier": (Guards, "change_rules", _guards_against_all),
 }  # fmt: skip
 
