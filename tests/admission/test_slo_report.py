@@ -1,4 +1,4 @@
-"""What the pool is told of a guarded tier's requests, and what is not the fault of less important work, in virtual time."""
+"""What the pool is told of a guarded tier's requests, and what is no fault of less important work, in virtual time."""
 
 from __future__ import annotations
 
