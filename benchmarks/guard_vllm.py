@@ -390,7 +390,9 @@ def model() -> Iterator[str]:
         yield folder
 
 
-async def play_all(engine: Engine, rows: Sequence[Row], arguments: argparse.Namespace) -> tuple[str, dict[Row, Figures]]:
+async def play_all(
+    engine: Engine, rows: Sequence[Row], arguments: argparse.Namespace
+) -> tuple[str, dict[Row, Figures]]:
     """Plays all rows, and says what the idle engine did before and after them."""
     with served(engine.url, ALONE, None) as url:
         first = await idle(url)
