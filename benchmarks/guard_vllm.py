@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from benchmarks.reservations_vllm import TEXT, Sample, sample
 from sidecar.tools.loadgen.client import Planned, Progress, Seen, play
 from sidecar.tools.loadgen.connection import Target
 from sidecar.tools.loadgen.statistics import quantile
-from tests.real.lab import MODEL, installed_in, script, vllm
+from tests.real.lab import MODEL, Engine, installed_in, script, vllm
 
 PLACES = 32
 """The engine's `--max-num-seqs`, and the capacity of the pool."""
@@ -50,7 +50,7 @@ BATCH_WORDS, BATCH_TOKENS = 2, (128, 384)
 that requests which began together do not end together."""
 SLO_TO_IDLE = 2.0
 HOLD = 0.97
-ALONE_FIRST, IDLE_REQUESTS = 3, 15
+WARM_UP_REQUESTS, IDLE_REQUESTS = 3, 25
 WARM_UP_S, GUARD_WARM_UP_S = 6.0, 24.0
 """Before a row is measured: the engine fills. The guard begins low, and has to find its bound."""
 SAMPLE_EVERY_S = 1.0
@@ -121,7 +121,7 @@ GUARDED = Row(f"guard: hold {HOLD:.0%}", is_guarded=True)
 class Figures:
     """One row. Milliseconds, shares of the interactive requests, and what the engine ran on average.
 
-    `without_core` is the time for which vLLM's processes waited for a core, relative to the row's: what other work took.
+    `without_core` is for how much of the row vLLM's processes waited for a core: what other work took.
     """
 
     requests: int
@@ -183,7 +183,7 @@ class Batch:
     failed: list[str] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
-    async def running(self) -> contextlib.AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """Runs all clients."""
         rng, target = random.Random(2), Target.of(self.url)
         clients = [asyncio.ensure_future(self._client(rng, target)) for _ in range(self.clients)]
@@ -222,16 +222,16 @@ async def idle(url: str) -> Objectives:
     """What the idle engine gives: medians of one request after another, the first ones left out."""
     rng = random.Random(3)
     seen: list[Seen] = []
-    for _ in range(ALONE_FIRST + IDLE_REQUESTS):
+    for _ in range(WARM_UP_REQUESTS + IDLE_REQUESTS):
         seen += await play([url], [interactive(rng, 0.0)], timeout_s=ANSWER_WITHIN_S)
-    later = seen[ALONE_FIRST:]
+    later = seen[WARM_UP_REQUESTS:]
     return Objectives(
         statistics.median(one.ttft_s for one in later if one.ttft_s is not None),
         statistics.median(one.tpot_s for one in later if one.tpot_s is not None),
     )
 
 
-async def figures_of(engine: str, row: Row, slo: Objectives, arguments: argparse.Namespace) -> Figures:
+async def figures_of(engine: Engine, row: Row, slo: Objectives, arguments: argparse.Namespace) -> Figures:
     """Runs one row. Afterwards the engine is idle."""
     planned = arrivals(arguments.rate, arguments.seconds)
     before = arrivals(arguments.rate, GUARD_WARM_UP_S if row.is_guarded else WARM_UP_S)
@@ -240,17 +240,17 @@ async def figures_of(engine: str, row: Row, slo: Objectives, arguments: argparse
     def report(_: float, progress: Progress) -> None:
         stalls.append(progress.stalled_s)
 
-    with served(engine, row, slo) as url:
+    with served(engine.url, row, slo) as url:
         batch = Batch(url, row.clients)
         async with batch.running():
             await play([url], before, timeout_s=ANSWER_WITHIN_S)
-            machine = Machine.now(arguments.engine_session)
-            watching = asyncio.ensure_future(_watch(engine))
+            machine = Machine.now(engine.process.pid)
+            watching = asyncio.ensure_future(_watch(engine.url))
             seen = await play([url], planned, timeout_s=ANSWER_WITHIN_S, report=report)
             watching.cancel()
             samples = await watching
-            later = Machine.now(arguments.engine_session)
-    await asyncio.to_thread(_until_idle, engine)
+            later = Machine.now(engine.process.pid)
+    await asyncio.to_thread(_until_idle, engine.url)
     waited = (later.waited_s - machine.waited_s) / (later.at_s - machine.at_s)
     return replace(measure(seen, samples, batch.failed, slo), stalled_ms=1000 * max(stalls), without_core=waited)
 
@@ -390,9 +390,11 @@ def model() -> Iterator[str]:
         yield folder
 
 
-async def play_all(engine: str, rows: Sequence[Row], arguments: argparse.Namespace) -> tuple[str, dict[Row, Figures]]:
+async def play_all(
+    engine: Engine, rows: Sequence[Row], arguments: argparse.Namespace
+) -> tuple[str, dict[Row, Figures]]:
     """Plays all rows, and says what the idle engine did before and after them."""
-    with served(engine, ALONE, None) as url:
+    with served(engine.url, ALONE, None) as url:
         first = await idle(url)
     slo = Objectives(SLO_TO_IDLE * first.ttft_s, SLO_TO_IDLE * first.tpot_s)
     found: dict[Row, Figures] = {}
@@ -400,7 +402,7 @@ async def play_all(engine: str, rows: Sequence[Row], arguments: argparse.Namespa
     for row in rows:
         found[row] = await figures_of(engine, row, slo, arguments)
         print(line_of(row, found[row]), file=sys.stderr, flush=True)
-    with served(engine, ALONE, None) as url:
+    with served(engine.url, ALONE, None) as url:
         last = await idle(url)
     return f"SLO: {slo}; the idle engine before: {first}; and after all rows: {last}", found
 
@@ -419,9 +421,8 @@ def main(arguments: argparse.Namespace) -> int:
         ) as engine,
         before_other_work(arguments.nice, engine.process.pid),
     ):
-        arguments.engine_session = engine.process.pid
         version = version_of(engine.url, "vllm")
-        said, found = asyncio.run(play_all(engine.url, rows, arguments))
+        said, found = asyncio.run(play_all(engine, rows, arguments))
     print(
         f"vLLM {version}, {PLACES} places, {CHUNK_TOKENS} tokens a step, {platform.machine()}, "
         f"Python {platform.python_version()}, {os.cpu_count()} cores, nice {arguments.nice}\n"
