@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.scheduling.guard import BEGIN, LEAST, GuardState, GuardedPeriod, decide, first_state
+from sidecar.scheduling.guard import BEGIN, LEAST, GuardedPeriod, GuardState, decide, first_state
 
 HOLD = 0.97
 COUNTS = st.integers(0, 200)
