@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from sidecar.pools.calls import NO_GUARD, PPM, Call, GuardDecided, GuardHeld, Reply, SloSeen
 from sidecar.scheduling.figures import Rules
-from sidecar.scheduling.guard import GuardState, Seen, decide
+from sidecar.scheduling.guard import GuardedPeriod, GuardState, decide, first_state
 from sidecar.scheduling.guarded import DECIDE_EVERY_US, share_of
 from sidecar.scheduling.scheduler import Scheduler
 
@@ -101,23 +101,20 @@ class MemberGuard:
 
     def decide(self, reply: Reply, pool: Scheduler) -> None:
         """Decides by a reply, and by what the tiers of the `pool` hold."""
-        held = {tier.tier: tier.guard for tier in reply.tiers}
+        guards = {tier.tier: tier.guard for tier in reply.tiers}
         for level in self._levels:
             tier = self._rules.tiers[level]
-            of, guarded = held.get(tier.name, NO_GUARD), pool.guards.of(level)
+            of, guarded = guards.get(tier.name, NO_GUARD), pool.guards.of(level)
             if guarded is None or not of.share_ppm or reply.now_us < of.decided_us + DECIDE_EVERY_US:
                 continue
-            below = pool.guards.held_below(guarded)
-            seen = Seen(
-                of.met,
-                of.missed,
-                share_of(below, pool.capacity),
-                share_of(guarded.floors, pool.capacity),
-                of.has_kept_out,
-            )
-            before = GuardState(*of.state) if of.state else GuardState()
+            held = pool.guards.held_below(guarded), pool.held, guarded.floors
+            below, total, floors = (share_of(amount, pool.capacity) for amount in held)
+            running = pool.tiers[level].used[1]
+            seen = GuardedPeriod(of.met, of.missed, running, int(of.has_kept_out), below, total, floors)
+            is_known = len(of.state) == len(GuardState._fields)
+            before = GuardState._make(of.state) if is_known else first_state(floors)
             after = decide(before, seen, float(tier.hold))
-            share_ppm = max(1, round(after.share * PPM))
+            share_ppm = max(1, round(after.g * PPM))
             self._decided.append(
                 GuardDecided(tier.name, of.decided_us, share_ppm, of.met, of.missed, [float(it) for it in after])
             )
