@@ -38,10 +38,10 @@ from benchmarks.load import post
 from benchmarks.overhead import BODY, HEADERS
 from benchmarks.overhead_apps import ANSWER, CHUNK
 from sidecar import AdmissionMiddleware
+from sidecar.composition.serving import ServeSettings, Serving, load_policy
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.server.listeners import listening
 from sidecar.server.server import End, serve_on, wait_first
-from sidecar.serving import ServeSettings, Serving, load_policy
 
 OWN = str(Path(__file__).parents[1] / "sidecar") + os.sep
 TIMES, MOST = 3, 100

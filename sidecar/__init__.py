@@ -14,15 +14,15 @@ from sidecar.version import __version__
 
 if TYPE_CHECKING:
     from sidecar.app import AdmissionMiddleware as AdmissionMiddleware
-    from sidecar.connections import connect as connect
-    from sidecar.connections import connect_threads as connect_threads
+    from sidecar.composition.connections import connect as connect
+    from sidecar.composition.connections import connect_threads as connect_threads
     from sidecar.leases import LeasePreempted as LeasePreempted
 
 _MODULES = {
     "AdmissionMiddleware": "sidecar.app",
     "LeasePreempted": "sidecar.leases",
-    "connect": "sidecar.connections",
-    "connect_threads": "sidecar.connections",
+    "connect": "sidecar.composition.connections",
+    "connect_threads": "sidecar.composition.connections",
 }
 __all__ = [
     "AdmissionMiddleware",

@@ -17,6 +17,10 @@ from sidecar.admission.controller import AdmissionController, Services
 from sidecar.admission.engine_pages import EnginePages
 from sidecar.admission.request_path import at_own_root
 from sidecar.admission.watchdog import Watchdog
+from sidecar.composition.mounted_services import MountedTelemetry, Part, has_admin_port, mounted_services, with_lifespan
+from sidecar.composition.observability import Observability
+from sidecar.composition.one_pool import Composed, OnePool, find_pool, load_given, new_source, pool_here
+from sidecar.composition.stores import find_store, new_records, new_usage, refuse_uncounted_budgets, takes_over_a_store
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
 from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineCheck, EngineWatch
@@ -24,24 +28,20 @@ from sidecar.fleet.models import ModelsController
 from sidecar.identity.identities import Identities
 from sidecar.leases import Admission
 from sidecar.leases.no_engine import NoEngineHere
+from sidecar.lengths.token_estimates import Estimator, TokenizerCounter
 from sidecar.middleware import serve_scope
-from sidecar.mounted_services import MountedTelemetry, Part, has_admin_port, mounted_services, with_lifespan
-from sidecar.observability import Observability
-from sidecar.one_pool import Composed, OnePool, find_pool, load_given, new_source, pool_here
 from sidecar.policy.choices import Unguarded
 from sidecar.policy.model import Policy
+from sidecar.policy.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSize, Pool
 from sidecar.pools.limits_pool import LimitsPool
 from sidecar.proxy import EngineProxy
 from sidecar.scheduling.rate_limit import RateLimiter
-from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.server.mounted import FailedStart
 from sidecar.server.workers import check_processes
-from sidecar.stores import find_store, new_records, new_usage, refuse_uncounted_budgets, takes_over_a_store
 from sidecar.tasks import is_in_event_loop
 from sidecar.tenants.tenant_usage import TenantUsage
-from sidecar.tokens import Estimator, TokenizerCounter
 
 if TYPE_CHECKING:
     from sidecar.admission.app_tenants import TenantOf
@@ -88,7 +88,7 @@ class AdmissionMiddleware:
     One policy is one pool in a process. Middlewares of the same policy file, by whatever path, or of equal loaded
     policies share pool, monitor, admin port and background tasks: those that are constructed before the first of them
     serves, or in the event loop where it serves. The first of their lifespans opens what the last one closes, and a
-    lifespan that begins when all have ended begins anew (`sidecar.one_pool`). Another policy has a pool of its own.
+    lifespan that begins when all have ended begins anew (`composition.one_pool`). Another policy has a pool of its own.
 
     Raises `PolicyError` with every mistake of the files, and ValueError where there are none. In an event loop it does
     not raise: the server reports a failed start, and the middleware has neither a `controller` nor an `observability`.

@@ -11,9 +11,9 @@ from hypothesis import seed, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from opentelemetry.util._once import Once
 
-from sidecar.open_files import raise_limit
 from sidecar.pools import member
 from sidecar.pools.redis import connection
+from sidecar.server.open_files import raise_limit
 from tests.support import stages
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.shared_pools import begun

@@ -27,6 +27,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from sidecar import AdmissionMiddleware
 from sidecar.engines import Dynamo, Sglang, TensorRtLlm, Vllm
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
@@ -35,7 +36,6 @@ from sidecar.proxy.proxy import ReverseProxy
 from sidecar.scheduling.tickets import Ticket
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
-from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.commands import address, command
 from tests.support.late import openai

@@ -28,6 +28,7 @@ from sidecar.events import Classified, Observed, Refused, Settled, Verdict
 from sidecar.fleet.model_requests import serve_models
 from sidecar.fleet.models import ModelsController
 from sidecar.leases import Admission
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.choices import Mode
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.fleet import offered
@@ -36,7 +37,6 @@ from sidecar.pools import Pool
 from sidecar.pools.engines import EngineOffer
 from sidecar.pools.limits_pool import LimitsPool
 from sidecar.scheduling.rate_limit import RateLimiter
-from sidecar.tokens import Estimator
 from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import SimulatedEngines

@@ -13,8 +13,8 @@ import pytest
 
 from sidecar import AdmissionMiddleware
 from sidecar.policy.passing import bare, load_or_pass, says_pass
+from sidecar.policy.secrets import ENGINE_KEY_VARIABLE
 from sidecar.policy.store import STORE_VARIABLE
-from sidecar.secrets import ENGINE_KEY_VARIABLE
 from tests.support.each import each
 from tests.support.in_process import ran, serving_engine, serving_sidecar, start_failure
 from tests.support.middleware import CHAT, App, chat, key, write_policy

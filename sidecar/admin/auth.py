@@ -21,7 +21,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.admin.answers import refused
-from sidecar.secrets import HOW_TO_SET, TOKEN_VARIABLE, admin_token
+from sidecar.policy.secrets import HOW_TO_SET, TOKEN_VARIABLE, admin_token
 
 OPEN_PATHS = frozenset(("/healthz", "/readyz"))
 """Paths of an orchestrator's probes, which have no token."""

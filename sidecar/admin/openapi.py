@@ -24,8 +24,8 @@ from sidecar.cluster.dry_run import ObservedReport
 from sidecar.errors import HeadTimeout, HeadTooLarge, InvalidHttp
 from sidecar.explain.document import Explanation
 from sidecar.policy.schema import schema_document
+from sidecar.policy.secrets import TOKEN_VARIABLE
 from sidecar.policy.tenant import Tenant
-from sidecar.secrets import TOKEN_VARIABLE
 from sidecar.version import __version__
 
 _SCHEMAS = "#/components/schemas/"

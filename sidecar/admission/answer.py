@@ -16,6 +16,7 @@ from starlette.types import Message, Scope, Send
 
 from sidecar.admission.background import BackgroundRequest
 from sidecar.admission.client import ClientChannel
+from sidecar.admission.handover import Write
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import Held, PendingAbort, PendingAborts
 from sidecar.admission.request_gain import RequestGain
@@ -23,7 +24,6 @@ from sidecar.admission.usage import UsageReader
 from sidecar.context import Granted, Holder, current
 from sidecar.errors import AdmissionError, EngineUnreachable
 from sidecar.events import AppTrace, Outcome
-from sidecar.handover import Write
 from sidecar.lengths.lease_size import LeaseSize
 from sidecar.policy.endpoint import CostPlace
 from sidecar.policy.model import Policy

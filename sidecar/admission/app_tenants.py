@@ -21,8 +21,8 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.request_path import guarded_endpoint
 from sidecar.admission.self_view import is_self_view
 from sidecar.admission.unguarded import needs_tenant
-from sidecar.classify import NamedByApp, TenantClaims, named_by_app
 from sidecar.errors import TenantNotFound, UnknownTenant
+from sidecar.identity.classify import NamedByApp, TenantClaims, named_by_app
 from sidecar.policy.model import Policy
 
 Said: TypeAlias = "str | Mapping[str, Any] | None"

@@ -23,11 +23,11 @@ import msgspec
 from starlette.types import ASGIApp, Message, Scope, Send
 
 from sidecar.admission.engine_pages import fetch_page
+from sidecar.admission.handover import INTERNAL_REQUEST
 from sidecar.admission.policy_snapshot import KEY_HEADERS
 from sidecar.context import SCOPE_KEY
 from sidecar.engines.pages import Page, Unread
 from sidecar.events import Outcome
-from sidecar.handover import INTERNAL_REQUEST
 from sidecar.payload.decode import Payload
 
 LONGEST_LINE = 32 * 2**20

@@ -10,9 +10,9 @@ from urllib.parse import quote, urlsplit
 
 from starlette.types import ASGIApp, Message, Scope
 
+from sidecar.admission.handover import INTERNAL_REQUEST
 from sidecar.engines.pages import NoAnswer, NotConnected, Page, TooSlow, Unread
 from sidecar.errors import AdmissionError, EngineUnreachable
-from sidecar.handover import INTERNAL_REQUEST
 
 ANSWER_WITHIN_S = 2.0
 """Timeout of a page. A page takes milliseconds, even while the engine is busy."""

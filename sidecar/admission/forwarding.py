@@ -29,17 +29,17 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
+from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, with_write
 from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest
 from sidecar.admission.request_path import guarded_endpoint, path_for_app
 from sidecar.admission.responses import REQUEST_ID
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
-from sidecar.classify import TenantClaims, named_by_app
 from sidecar.context import SCOPE_KEY, Granted
 from sidecar.engines.base import Engine, Forward
 from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
-from sidecar.handover import CALL_KEY, ENGINE_ID_KEY, with_write
+from sidecar.identity.classify import TenantClaims, named_by_app
 from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove
 from sidecar.policy.endpoint import Endpoint

@@ -15,8 +15,8 @@ import msgspec
 from starlette.types import Message, Scope
 
 from sidecar.admission.policy_snapshot import KEY_HEADERS, PolicySnapshot
+from sidecar.admission.via import refuse_loop
 from sidecar.apis import Api
-from sidecar.classify import Asked, Classification
 from sidecar.engines import Engine
 from sidecar.engines.registry import client_headers
 from sidecar.errors import (
@@ -31,7 +31,9 @@ from sidecar.errors import (
 )
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import SLO_HEADERS, Objective, asked_slo
+from sidecar.identity.classify import Asked, Classification
 from sidecar.lengths.lease_size import Expected, LeaseSizes
+from sidecar.lengths.token_estimates import tokens_to_hold
 from sidecar.payload.decode import Payload, decode
 from sidecar.payload.edit import remove
 from sidecar.policy.choices import Background, Unsized
@@ -42,8 +44,6 @@ from sidecar.policy.tenant import Tenant
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask, Pool
 from sidecar.scheduling.tickets import TicketGain
-from sidecar.tokens import tokens_to_hold
-from sidecar.via import refuse_loop
 
 if TYPE_CHECKING:
     from sidecar.payload.content_codings import PackedBody

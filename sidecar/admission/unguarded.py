@@ -29,11 +29,11 @@ from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.request_path import exact_paths, find_endpoint, readings, route_path
 from sidecar.admission.responses import request_id, send_error, speaks_anthropic
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
-from sidecar.classify import api_key, named_by_app
 from sidecar.engines import NoPriorityEngine
 from sidecar.engines.base import Routes
 from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded, UpgradeRequired
 from sidecar.events import UnguardedRequest
+from sidecar.identity.classify import api_key, named_by_app
 from sidecar.identity.issuer_keys import KeysNeeded, with_keys
 from sidecar.policy.choices import Unguarded
 from sidecar.policy.model import Policy

@@ -15,7 +15,7 @@ import msgspec
 
 from sidecar.cli.arguments import ADMIN
 from sidecar.cli.output import CommandFailed
-from sidecar.secrets import HOW_TO_SET, token_header
+from sidecar.policy.secrets import HOW_TO_SET, token_header
 
 PATIENCE_S = 3.0
 _MOST_BYTES = 16 * 2**20

@@ -9,7 +9,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from sidecar.secrets import FILE_SUFFIX, key_in_file, secret_for_header
+from sidecar.policy.secrets import FILE_SUFFIX, key_in_file, secret_for_header
 
 KEY_VARIABLE = "SIDECAR_API_KEY"
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from sidecar.cli.output import CommandFailed
 from sidecar.policy import POLICY_VARIABLE, units
-from sidecar.unix_address import SCHEME, socket_path
+from sidecar.server.unix_address import SCHEME, socket_path
 
 CLIENTS_PORT = 8080
 """The port for clients of `sidecar serve`. Engines use 8000 (vLLM, TensorRT-LLM, Dynamo) and 30000 (SGLang)."""

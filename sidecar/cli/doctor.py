@@ -32,7 +32,7 @@ from sidecar.engines import ENGINES
 from sidecar.policy.compiler import load, read_engine_list
 from sidecar.policy.fleet import DnsService, EngineAddress, FleetPolicy
 from sidecar.policy.model import Policy
-from sidecar.secrets import ENGINE_KEY_VARIABLE
+from sidecar.policy.secrets import ENGINE_KEY_VARIABLE
 from sidecar.tools.doctor.conditions import ConditionState
 from sidecar.tools.doctor.examination import Finding, Options, examine
 from sidecar.tools.doctor.report import figures, report, report_of_several

@@ -19,7 +19,6 @@ from sidecar.admission.request_path import find_endpoint
 from sidecar.admission.turn import Turn, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
-from sidecar.classify import Asked, Classification, SourceAnswer, api_key
 from sidecar.cli.api_key import KEY_VARIABLE, key_given
 from sidecar.cli.check_engines import with_engine_list
 from sidecar.cli.explain_gain import gain, gain_lines
@@ -30,10 +29,12 @@ from sidecar.engines.base import Engine
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
 from sidecar.fleet.model_list import is_model_list
+from sidecar.identity.classify import Asked, Classification, SourceAnswer, api_key
 from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSizes
+from sidecar.lengths.token_estimates import Estimator, NoTokenizer, TokenizerCounter
 from sidecar.policy.choices import CapacitySource, Learn, Mode, Unguarded
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.endpoint import Endpoint
@@ -44,7 +45,6 @@ from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tenant import Tenant
 from sidecar.pools import Ask, Pool
-from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter
 
 SMALLEST = {
     Api.CHAT: b'{"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}',

@@ -39,8 +39,8 @@ from sidecar.policy.compiler import load, load_files, shipped_policies
 from sidecar.policy.fields import TenantName
 from sidecar.policy.keys import new_key
 from sidecar.policy.problems import PolicyError, printable
+from sidecar.policy.secrets import ENGINE_KEY_VARIABLE
 from sidecar.policy.warnings import warnings
-from sidecar.secrets import ENGINE_KEY_VARIABLE
 from sidecar.templates import render
 from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recommend
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey

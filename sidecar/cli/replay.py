@@ -21,12 +21,12 @@ from sidecar.cli.arguments import number, server_url, whole_number
 from sidecar.cli.output import CommandFailed, reporter, require_writable, say, write_json, write_text
 from sidecar.engines import ENGINES, Engine, NoPriorityEngine
 from sidecar.gain.token_deadlines import Objective
-from sidecar.open_files import raise_limit
+from sidecar.lengths.token_estimates import NoTokenizer
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
-from sidecar.secrets import key_in_file
-from sidecar.tokens import NoTokenizer
+from sidecar.policy.secrets import key_in_file
+from sidecar.server.open_files import raise_limit
 from sidecar.tools.replay.comparison import comparison
 from sidecar.tools.replay.control import Control, NotNeutral, require_neutral
 from sidecar.tools.replay.figures import RunFigures

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from sidecar.cli.doctor import of_upstream, with_engines
 from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.model import Policy
-from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
+from sidecar.policy.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.tools.doctor.examination import Examination, Options, examine
 from sidecar.tools.doctor.report import mistakes
 from sidecar.tools.doctor.several_engines import ExaminedEngine, find_places, findings

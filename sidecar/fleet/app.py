@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from starlette.types import Receive, Scope, Send
 
+from sidecar.admission.handover import ENGINE_ID_KEY, is_internal
 from sidecar.errors import EngineUnreachable
 from sidecar.fleet.fleet import Fleet
-from sidecar.handover import ENGINE_ID_KEY, is_internal
 from sidecar.proxy.proxy import SOON_S, answer_failure
 
 

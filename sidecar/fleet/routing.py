@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Collection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.admission.answer import EngineCall
+from sidecar.admission.handover import ENGINE_ID_KEY
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
@@ -38,7 +39,6 @@ from sidecar.fleet.refusals import Refusals
 from sidecar.fleet.replay_budget import ReplayBudget
 from sidecar.fleet.retry_after import retry_after_s
 from sidecar.fleet.setup import change_fleet
-from sidecar.handover import ENGINE_ID_KEY
 from sidecar.policy.model import Policy
 from sidecar.pools import Lease, Pool
 

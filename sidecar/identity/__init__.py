@@ -1,1 +1,1 @@
-"""Identities that are not API keys: signed tokens of an issuer, and the issuer's public keys."""
+"""Who asks: the tenant and tier of a request, by its API key, its headers, or a signed token of an issuer."""

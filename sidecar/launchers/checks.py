@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sidecar.admin.port import try_ports
+from sidecar.composition.stores import find_store
 from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.model import Policy, is_forced
@@ -18,7 +19,6 @@ from sidecar.policy.passing import load_or_pass
 from sidecar.policy.warnings import warnings
 from sidecar.server import CannotServe
 from sidecar.server.workers import PROCESSES_VARIABLE, ServerProcesses, refuse_separate_pools, refuse_shared_engine
-from sidecar.stores import find_store
 
 TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"
 """Set for processes that run the launcher again (TensorRT-LLM's further frontends), when the first may listen."""

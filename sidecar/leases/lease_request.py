@@ -9,8 +9,8 @@ from typing import NamedTuple
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
-from sidecar.classify import Classification, Fallback
 from sidecar.errors import TenantsUnavailable
+from sidecar.identity.classify import Classification, Fallback
 from sidecar.payload.decode import LARGEST_COUNT, Payload
 from sidecar.policy.choices import StoredTenants, TierSource
 from sidecar.policy.model import Policy

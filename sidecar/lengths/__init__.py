@@ -1,1 +1,1 @@
-"""Output lengths: what a request will really use."""
+"""Lengths of prompts and outputs: the tokens that a request will hold, and those that it will really use."""

@@ -12,7 +12,7 @@ from collections import OrderedDict
 BYTES_PER_TOKEN = 4.0
 """Of text of which nothing is known: English has 4 to 5."""
 LEARNING_RATE = 0.1
-"""Weight of the newest answer, as for prompts (`sidecar.tokens`)."""
+"""Weight of the newest answer, as for prompts (`sidecar.lengths.token_estimates`)."""
 MOST_TOKENS_PER_EVENT = 64.0
 _JOINED = 1.05
 """Events count as one token each unless their text has more tokens than this: the bytes of texts vary by as much."""

@@ -438,6 +438,7 @@ _OVER_LIMIT = {
 }
 
 Share = Annotated[Fraction, Reads(units.share, schema('A share: "20%".', pattern=r"^[0-9.]+ ?%$"))]
+HeldShare = Annotated[Fraction, Reads(units.held_share, schema('A share: "97%".', pattern=r"^[0-9.]+ ?%$"))]
 Seconds = Annotated[float, Reads(units.duration_s, _DURATION, float)]
 PositiveSeconds = Annotated[float, Reads(units.positive_duration_s, _DURATION, float)]
 Microseconds = Annotated[int, Reads(units.duration_s, _DURATION, _microseconds)]

@@ -76,7 +76,10 @@ class PoolRules:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """One tier as an operator states it: exact fractions of the pool."""
+    """One tier as an operator states it: exact fractions of the pool, and in `hold` of its requests.
+
+    `hold` of them must meet its objectives, or the less important tiers hold less; 0: it is not guarded.
+    """
 
     name: str
     reserve: Fraction = Fraction(0)
@@ -85,6 +88,7 @@ class Shares:
     always_first: bool = False
     preemptible: bool = False
     preempt_after_us: int | None = None
+    hold: Fraction = Fraction(0)
 
 
 StatedShares: TypeAlias = "Shares | Tier"

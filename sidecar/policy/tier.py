@@ -26,7 +26,7 @@ class Aging:
 @dataclass(frozen=True, slots=True)
 @declared
 class ServiceObjectives:
-    """The promises of a tier. Telemetry and alerts compare with it; admission does not depend on it."""
+    """The promises of a tier. Telemetry and alerts compare with them; only `hold` has a part in admission."""
 
     ttft_s: of.PositiveSeconds | None = key(None, "Time to the first token, in 99 of 100.", "500ms")
     tpot_s: of.PositiveSeconds | None = key(
@@ -38,6 +38,21 @@ class ServiceObjectives:
     starvation_s: of.PositiveSeconds | None = key(
         None, "The longest that any request may starve: wait after it was overtaken.", "30m"
     )
+    hold: of.HeldShare | None = key(
+        None,
+        "The share of requests that must meet both `ttft` and `tpot`: while fewer do, less important tiers hold less of"
+        " the pool. Default: they may hold what is free.",
+        "97%",
+    )
+
+    @field_validator("hold")
+    @classmethod
+    def _hold_has_objectives(cls, hold: Fraction | None, info: ValidationInfo) -> Fraction | None:
+        if hold is not None and None in (info.data.get("ttft_s", 0), info.data.get("tpot_s", 0)):
+            raise ValueError(
+                "a tier is held to its time to a first token and its time per token: write `ttft` and `tpot` beside it"
+            )
+        return hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +203,11 @@ class Tier(TierBody):
     name: str = ""
     level: int = 0
     timeouts: Timeouts = Timeouts()
+
+    @property
+    def hold(self) -> Fraction:
+        """The share of its requests that must meet its `slo`; 0: no less important tier is bounded for it."""
+        return self.slo.hold or Fraction(0)
 
 
 def ladder(bodies: dict[str, TierBody]) -> tuple[Tier, ...]:

@@ -94,20 +94,36 @@ def flag(value: object) -> bool:
 
 def share(value: object) -> Fraction:
     """A part of the pool, "0%" to "100%", as an exact fraction."""
-    written = scalar(value, "a share", '"20%"')
-    match = _SHARE.fullmatch(written)
-    if match is None:
-        raise ValueError(f"{quoted(written)} is not a share; write {quoted(_as_share(written))}")
-    found = Fraction(match[1]) / 100
+    found = _percentage(value, "20%")
     if found > 1:
-        raise ValueError(f'{quoted(written)} is more than the whole pool; write "100%" or less')
+        raise ValueError(f'{quoted(str(value))} is more than the whole pool; write "100%" or less')
     return found
 
 
-def _as_share(written: str) -> str:
+def held_share(value: object) -> Fraction:
+    """The part of requests that a tier holds to its objectives, above "0%" and below "100%"."""
+    found = _percentage(value, "97%")
+    if found <= 0:
+        raise ValueError(f'{quoted(str(value))} holds no request to anything; write "97%", or leave it out')
+    if found >= 1:
+        raise ValueError(
+            f'{quoted(str(value))} lets one late request shut out less important work; write "99%" or less'
+        )
+    return found
+
+
+def _percentage(value: object, example: str) -> Fraction:
+    written = scalar(value, "a share", quoted(example))
+    match = _SHARE.fullmatch(written)
+    if match is None:
+        raise ValueError(f"{quoted(written)} is not a share; write {quoted(_as_share(written, example))}")
+    return Fraction(match[1]) / 100
+
+
+def _as_share(written: str, example: str) -> str:
     """The most likely meaning of `20`, or `0.2`."""
     if not _BARE.fullmatch(written):
-        return "20%"
+        return example
     number = Fraction(written)
     if 0 < number < 1:
         number *= 100

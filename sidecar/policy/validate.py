@@ -66,6 +66,12 @@ def _ladder(tiers: dict[str, object]) -> Found:
                 ("tiers", name, "always_first"),
                 f"only the first tier, {first}, may be always first; remove this line",
             )
+    last = next(reversed(tiers), "")
+    if entries(tiers, last, "slo").get("hold") is not None:
+        yield (
+            ("tiers", last, "slo", "hold"),
+            f"no tier is less important than {last}, so nothing can make room for it; remove this line",
+        )
 
 
 def _two_meanings(pool: dict[str, object]) -> Found:

@@ -263,6 +263,7 @@ def _tiers(policy: Policy) -> Found:
         yield from _owing(tier, rules, pool, policy.largest_engine, is_sized=policy.is_sized)
         yield from _late_emergency(rules, pool)
         yield from _preemption(rules, pool)
+        yield from _guard(tier, pool)
         yield from _timeouts(tier)
 
 
@@ -286,6 +287,22 @@ def _timeouts(tier: Tier) -> Found:
                 f"{key} of {policy_duration(most_s)} does nothing: total ends the request after "
                 f"{policy_duration(most.total_s)}; write less, or leave it out",
             )
+
+
+def _guard(tier: Tier, rules: PoolRules) -> Found:
+    """A guarded tier where floors, which are never cut, are half of what less important tiers may hold, or more."""
+    if not tier.hold:
+        return
+    below, found = slice(tier.level + 1, None), list(_dimensions(rules))
+    floors = [sum(one.reserves[below]) for one in found]
+    most = [min(one.capacity, sum(one.limits[below])) for one in found]
+    if all(2 * kept >= may_hold for kept, may_hold in zip(floors, most, strict=True)):
+        part = min(kept * 100 // one.capacity for one, kept in zip(found, floors, strict=True))
+        yield (
+            ("tiers", tier.name, "slo", "hold"),
+            f"does little: the floors of less important tiers, {part}% of the pool, are theirs whatever this tier "
+            "misses, and at least half of what they may hold; reserve less there, or leave this out",
+        )
 
 
 def _preemption(tier: TierRules, rules: PoolRules) -> Found:

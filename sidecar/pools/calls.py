@@ -115,6 +115,48 @@ class Owed(msgspec.Struct, array_like=True, frozen=True):
     told_with: int
 
 
+class SloSeen(msgspec.Struct, array_like=True, frozen=True):
+    """First tokens and answers of a guarded tier that met its SLO, and those that missed it. `told_with`: see above."""
+
+    tier: str
+    met: int
+    missed: int
+    told_with: int
+
+
+class GuardDecided(msgspec.Struct, array_like=True, frozen=True):
+    """Rule 10: a guarded tier leaves a `share` of the pool to less important ones, in millionths.
+
+    It counts where nothing was decided since the moment `since_us`; 0: where nothing was decided at all. `met` and
+    `missed` are those that it rests upon; `state` is what the next decision needs of it.
+    """
+
+    tier: str
+    since_us: int
+    share_ppm: int
+    met: int
+    missed: int
+    state: list[float]
+
+
+class GuardHeld(msgspec.Struct, array_like=True, frozen=True):
+    """A guarded tier as the ledger has it, decided at `decided_us`, 0 for never.
+
+    Since then its SLO was `met` and `missed` so often, and `has_kept_out`: something has waited for it alone.
+    """
+
+    share_ppm: int = 0
+    decided_us: int = 0
+    met: int = 0
+    missed: int = 0
+    has_kept_out: bool = False
+    state: list[float] = []
+
+
+NO_GUARD = GuardHeld()
+"""Of a tier that is not guarded."""
+
+
 class EngineView(msgspec.Struct, array_like=True, frozen=True):
     """An engine as a replica sees it."""
 
@@ -154,17 +196,19 @@ class LedgerTierRules(msgspec.Struct, array_like=True, frozen=True):
     always_first: bool
     preemptible: bool
     preempt_after_us: int | None
+    hold_ppm: int = 0
 
     @classmethod
     def of(cls, tier: StatedShares) -> LedgerTierRules:
         """The shares of a tier, to a millionth."""
-        reserve, lend, limit = (round(share * PPM) for share in (tier.reserve, tier.lend, tier.limit))
-        return cls(tier.name, reserve, lend, limit, tier.always_first, tier.preemptible, tier.preempt_after_us)
+        reserve, lend, limit, hold = (round(share * PPM) for share in (tier.reserve, tier.lend, tier.limit, tier.hold))
+        return cls(tier.name, reserve, lend, limit, tier.always_first, tier.preemptible, tier.preempt_after_us, hold)
 
     def as_shares(self) -> Shares:
         """The shares themselves."""
         reserve, lend, limit = (Fraction(ppm, PPM) for ppm in (self.reserve_ppm, self.lend_ppm, self.limit_ppm))
-        return Shares(self.name, reserve, lend, limit, self.always_first, self.preemptible, self.preempt_after_us)
+        hold = Fraction(self.hold_ppm, PPM)
+        return Shares(self.name, reserve, lend, limit, self.always_first, self.preemptible, self.preempt_after_us, hold)
 
 
 class LedgerRules(msgspec.Struct, array_like=True, frozen=True):
@@ -253,6 +297,7 @@ class Call(msgspec.Struct, array_like=True):
     taken back, if they changed. `knew`: how many replicas it knew last. `replaces`: its rules replace others of the
     same tiers; `takes_over`: also those of other tiers. `virtual`: the virtual times of its tiers, as it knew them.
     `running`: the counts that fell; in a statement all. What a verdict charged counts already.
+    `seen`: of guarded tiers. `guards`: what the replica decided about them.
     """
 
     layout: int
@@ -279,6 +324,8 @@ class Call(msgspec.Struct, array_like=True):
     metered: list[Metered] = []
     settled: list[ChargeSettled] = []
     running: list[Running] = []
+    seen: list[SloSeen] = []
+    guards: list[GuardDecided] = []
 
 
 class BidGranted(msgspec.Struct, array_like=True, frozen=True):
@@ -349,7 +396,7 @@ class Lined(msgspec.Struct, array_like=True, frozen=True):
 class TierHeld(msgspec.Struct, array_like=True, frozen=True):
     """Sums that a tier holds: `scheduler.TierState`. Its virtual time, and how often its tags started afresh.
 
-    `served`: the tokens that were granted since the pool began.
+    `served`: the tokens that were granted since the pool began. `guard`: where the tier is guarded.
     """
 
     tier: str
@@ -361,6 +408,7 @@ class TierHeld(msgspec.Struct, array_like=True, frozen=True):
     on_floor: tuple[int, int, int]
     in_line_on_floor: tuple[int, int, int]
     served: int = 0
+    guard: GuardHeld = NO_GUARD
 
 
 class Needed(msgspec.Struct, array_like=True, frozen=True):

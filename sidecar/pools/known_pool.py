@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from sidecar.pools import guards
 from sidecar.pools.calls import DEAD_US, BidGranted, Drain, EngineConfig, EngineView, Reply, Sums
 from sidecar.pools.row import NO_SUMS, Row, Sides, added
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount
@@ -79,6 +80,8 @@ class KnownPool:
             for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=False):
                 state.on_engines, state.in_line = tier.on_engines, tier.in_line
                 state.on_floor, state.in_line_on_floor = tier.on_floor, tier.in_line_on_floor
+            for level, tier in enumerate(self.reply.tiers):
+                guards.mirror(scheduler, level, tier.guard)
             self._add_changes(scheduler, [tier.tier for tier in self.reply.tiers])
         scheduler.look(now_us)
         return scheduler

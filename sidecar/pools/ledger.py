@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from sidecar.pools import calls
+from sidecar.pools import calls, guards
 from sidecar.pools import ledger_limits as limits
 from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, BidGranted, Call, Cell, Drain, EngineView, Reply, WakeUp
 from sidecar.pools.reported_shortage import new_gone, report_shortage
@@ -286,6 +286,7 @@ class Ledger:
             member.is_foreign = names != state.names and not member.is_foreign
         before = dict(zip(state.names, state.scheduler.tiers, strict=True))
         engines, admissions, moved = state.scheduler.engines, state.scheduler.admissions, state.scheduler.moved
+        before_guards = {state.names[guarded.level]: guarded for guarded in state.scheduler.guards.tiers}
         state.begin_with(Scheduler(rules))
         for level, tier in enumerate(state.scheduler.tiers):
             tier.queue.are_more = partial(self._are_more, level)
@@ -297,6 +298,8 @@ class Ledger:
             if (old := before.get(name)) is not None:
                 tier.queue.virtual, tier.owes_until_us, tier.latest = old.queue.virtual, old.owes_until_us, old.latest
                 tier.served = old.served
+        for guarded in state.scheduler.guards.tiers:
+            guarded.take(before_guards.get(names[guarded.level], guarded))
         for member in state.members.values():
             row = member.row.values() if self._near is None else sum_cells(names, self._near.values())
             self._hold([*row, *member.outbox.values()], 1)
@@ -326,6 +329,7 @@ class Ledger:
         for owed in call.owes:
             if owed.tier in levels and owed.told_with > last_number:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
+        guards.take(state.scheduler, state.levels, call, last_number, now)
         if not member.is_foreign:
             for bid in call.bids:
                 self._add_bid(bid, call.who, member)
@@ -542,10 +546,11 @@ class Ledger:
                 for e in (engines if self._near is None else ())
             ],
         )
-        for name, of in tiers.items():
+        for level, (name, of) in enumerate(tiers.items()):
             sums = of.on_engines, of.in_line, of.on_floor, of.in_line_on_floor
+            guard = guards.held(scheduler, level)
             reply.tiers.append(
-                calls.TierHeld(name, of.queue.virtual, of.queue.afresh, of.owes_until_us, *sums, of.served)
+                calls.TierHeld(name, of.queue.virtual, of.queue.afresh, of.owes_until_us, *sums, of.served, guard)
             )
         for name, tenant in dict.fromkeys((bid.tier, bid.tenant) for bid in call.bids):
             if name in tiers and (ahead := tiers[name].queue.ahead([tenant])):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from sidecar.pools.bids import Bids
 from sidecar.pools.calls import (
     ALONE_US,
@@ -29,6 +31,7 @@ from sidecar.pools.calls import (
     WakeUp,
 )
 from sidecar.pools.elsewhere import GrantsElsewhere
+from sidecar.pools.guards import MemberGuard
 from sidecar.pools.known_pool import KnownPool
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member_events import Entered, Event, MemberMode, TakeBack, TicketRefused
@@ -100,6 +103,7 @@ class Member:
         self._news: list[NewsItem] = []
         self._is_view_new = True
         self._back = TakenBack(self._names)
+        self._guard = MemberGuard(self._own_rules)
         self.events: list[Event] = []
         self._in_flight: Call | None = None
         self._sent_us = self._retry_us = self._heartbeat_us = self.failures = 0
@@ -234,12 +238,19 @@ class Member:
     def change_rules(self, rules: LedgerRules, now_us: int) -> None:
         """Other rules of the same tiers, which replace those of the pool."""
         self.rules, self._own_rules, self._replaces = rules, rules.as_rules(), True
+        self._guard.change_rules(self._own_rules)
         self._back.start_over()
         for lease in self.leases.values():
             self._back.may_return(lease, self._own_rules)
         if self.mode is MemberMode.SHARED:
             self.mode = MemberMode.STATING
         self._call_by(now_us)
+
+    def note_slo(self, tier: int, tenant: str, *, is_missed: bool, now_us: int) -> None:
+        """A first token or an answer that met its tier's SLO or missed it (rule 10)."""
+        tell_at_us = self._guard.note(tier, tenant, is_missed=is_missed, now_us=now_us)
+        if tell_at_us is not None:
+            self._call_by(tell_at_us)
 
     def close(self, now_us: int) -> None:
         """Says goodbye when the last request has ended."""
@@ -346,6 +357,8 @@ class Member:
             self.pool.states()
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
+        self._news += [NewsItem(seen) for seen in self._guard.seen(now_us)]
+        self._guard.put(call, self.pool.reply)
         for item in self._news:
             if item.number == 0 or kind == "state":
                 item.number = item.number or call.number
@@ -415,6 +428,7 @@ class Member:
             self.pool.own_is_reported(reply.grants)
             self.elsewhere.answered(reply, self._sent_us, is_first=call.kind == "state")
         self._take_room_back(reply, self.pool.ahead_us, now_us)
+        self._decide_guards(reply, now_us)
         if reply.next_us is not None and (self.waiting() or reply.on_hold):
             self._call_by(now_us + reply.next_us)
         self._call_if_needed(now_us)
@@ -425,6 +439,12 @@ class Member:
             chosen = self._back.choose(reply, ahead_us, self.mirror(now_us), now_us)
             self._back.is_new |= reply.alive > 1  # another one is asked, if this one can give nothing
             self.events += [TakeBack(lease) for lease in chosen]
+
+    def _decide_guards(self, reply: Reply, now_us: int) -> None:
+        """Rule 10, where the time has come."""
+        if self._guard.is_due(reply):
+            self._guard.decide(reply, self.mirror(now_us))
+            self._call_by(now_us)
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:
         """The aged level of a ticket as a whole level (rule 3)."""
@@ -516,7 +536,8 @@ class Member:
             self._take(reply.grants, True, 0)
             self._bids.take_tags(reply)
             self._take_room_back(reply, 0, now_us)
-            is_done = len(self.leases) == before and not self.meter.has_questions
+            self._decide_guards(reply, now_us)
+            is_done = len(self.leases) == before and not self.meter.has_questions and not self._guard.has_decided
 
     def _begin_alone(self) -> None:
         self.mode, self._alone, self._alone_number = MemberMode.ALONE, Ledger(), 0
@@ -532,6 +553,8 @@ class Member:
         call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
         call.caps = [item.record for item in self._news if isinstance(item.record, Cap)]
         self._news = [item for item in self._news if not isinstance(item.record, Cap)]
+        call.seen = [msgspec.structs.replace(it, told_with=self._alone_number) for it in self._guard.seen(now_us)]
+        self._guard.put(call, self.pool.reply)
         self.meter.put(call, self._alone, max(1, self.pool.knew))
         self._put_requests(call, now_us, UNBOUNDED)
         return call

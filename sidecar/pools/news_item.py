@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sidecar.pools.calls import Call, Cap, Drain, LeaseGrowth, Owed
+from sidecar.pools.calls import Call, Cap, Drain, LeaseGrowth, Owed, SloSeen
 
 
 @dataclass
@@ -16,7 +16,7 @@ class NewsItem:
     `number` is that of the first call that had it, 0 for none: a call that was heard is not heard twice.
     """
 
-    record: LeaseGrowth | Owed | Drain | Cap
+    record: LeaseGrowth | Owed | SloSeen | Drain | Cap
     number: int = 0
 
     def put(self, call: Call) -> None:
@@ -25,6 +25,8 @@ class NewsItem:
             call.charges = [*call.charges, msgspec.structs.replace(self.record, told_with=self.number)]
         elif isinstance(self.record, Owed):
             call.owes = [*call.owes, msgspec.structs.replace(self.record, told_with=self.number)]
+        elif isinstance(self.record, SloSeen):
+            call.seen = [*call.seen, msgspec.structs.replace(self.record, told_with=self.number)]
         elif isinstance(self.record, Drain):
             call.drains = [*call.drains, self.record]
         else:

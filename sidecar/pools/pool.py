@@ -432,6 +432,11 @@ class Pool(ReportedPool):
             self._member.first_byte(held, self.now_us())
             self._run()
 
+    def note_slo(self, tier: int, tenant: str, is_missed: bool) -> None:
+        """A request of a guarded tier has met a time of its objective, or missed it."""
+        self._member.note_slo(tier, tenant, is_missed=is_missed, now_us=self.now_us())
+        self._run_when_due()
+
     def _cancel(self, lease: Lease, now_us: int) -> None:
         self._requests.ended(lease)
         self._unjudged.pop(lease.id, None)

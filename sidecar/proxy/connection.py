@@ -18,8 +18,8 @@ import aiohttp
 import httptools
 from yarl import URL
 
-from sidecar.handover import Write
-from sidecar.unix_address import connector_to, url_for
+from sidecar.admission.handover import Write
+from sidecar.server.unix_address import connector_to, url_for
 
 MOST_HEAD_BYTES = 128 * 1024
 """Of a response's head, of its trailers, and of what frames a chunk. uvicorn and axum write a few hundred bytes."""

@@ -23,10 +23,11 @@ from urllib.parse import quote
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
+from sidecar.admission.handover import CALL_KEY, find_call, find_write, is_internal
 from sidecar.admission.responses import send_error, speaks_anthropic
+from sidecar.admission.via import OWN_VIA, refuse_loop
 from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader, ResponseCut
 from sidecar.events import Headers
-from sidecar.handover import CALL_KEY, find_call, find_write, is_internal
 from sidecar.proxy import EngineProxy
 from sidecar.proxy.connection import FAILURES, ConnectionBroke, NotHttp, Response
 from sidecar.proxy.upstream import (
@@ -38,7 +39,6 @@ from sidecar.proxy.upstream import (
     connect_trouble,
     error_text,
 )
-from sidecar.via import OWN_VIA, refuse_loop
 
 logger = logging.getLogger(__name__)
 

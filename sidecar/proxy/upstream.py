@@ -16,7 +16,7 @@ from sidecar.engines.pages import REFUSED
 from sidecar.errors import InvalidHeader
 from sidecar.events import Headers
 from sidecar.proxy.connection import EngineConnections, Response
-from sidecar.unix_address import socket_path, url_for
+from sidecar.server.unix_address import socket_path, url_for
 
 # Below the 5 s after which uvicorn, and so trtllm-serve, vLLM and SGLang, closes an idle connection.
 KEEPALIVE_S = 4.0

@@ -14,6 +14,7 @@ class Rule(str, Enum):
     """Why a ticket entered before the first of another tier that had come before it.
 
     `PASSED_OVER`: that one did not fit the pool, and did not hold its place. `CLAIM`: it waits for an engine.
+    `GUARDED`: it would hold more than the SLO of a more important tier leaves to it (rule 10).
     """
 
     FIRST = "always_first"
@@ -22,6 +23,7 @@ class Rule(str, Enum):
     LEVEL = "level"
     GAIN = "gain"
     LIMIT = "limit"
+    GUARDED = "guarded"
     PASSED_OVER = "passed_over"
     CLAIM = "claim"
 
@@ -49,7 +51,10 @@ def passed(scheduler: Scheduler, entering: Candidate, order: Sequence[Candidate]
         first = next((candidate for candidate in order if candidate.ticket.tier == level), None)
         ticket = tier.queue.next() if first is None else first.ticket
         if ticket is not None and ticket.arrival < entering.ticket.arrival:
-            found[level] = Rule.LIMIT if first is None else _rule(scheduler, entering, first)
+            if first is None:
+                found[level] = Rule.GUARDED if level in scheduler.guards.kept_out else Rule.LIMIT
+            else:
+                found[level] = _rule(scheduler, entering, first)
     return found
 
 

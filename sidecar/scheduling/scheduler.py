@@ -1,4 +1,4 @@
-"""Rules 3 to 6: the order of what waits, and one step after the other into engines and into the line."""
+"""Rules 3 to 6 and 10: the order of what waits, and one step after the other into engines and into the line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sidecar.policy.rules import MOST_EXCESS
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
 from sidecar.scheduling.engines import NOTHING_GONE, Gone, ScheduledEngine
 from sidecar.scheduling.figures import Rules, figures_for
+from sidecar.scheduling.guarded import Guards
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.reach import Reach
 from sidecar.scheduling.reports import Found, Rule, passed
@@ -90,6 +91,7 @@ class Scheduler:
         self.line: list[Ticket] = []
         self.moved: set[str] = set()  # the owners of those that came into the line, left it, or chose another engine
         self.order: list[Candidate] | None = None  # of those that the last decision left
+        self.guards = Guards(self)
         self.admissions = 0
         self._now = 0
         self._total = NOTHING
@@ -104,6 +106,7 @@ class Scheduler:
         """Other rules of the same tiers."""
         self.rules, self._is_steady, self._only = rules, False, None
         self._is_limited = [tier.limit < 1 for tier in rules.tiers]
+        self.guards.change_rules(rules)
         self._take_figures(NOTHING)
 
     def add(self, ticket: Ticket) -> None:
@@ -208,6 +211,8 @@ class Scheduler:
         if is_beyond_limit or (figures.has_headroom and not self.fits(ticket)):
             return None
         order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
+        if self.guards and order_class == OTHER and self.guards.keeps_out(ticket):
+            return None
         self.tiers[level].queue.pass_through(ticket)
         self._begin_to_count(ticket, order_class, needed)
         sent = sent if ticket.count else 0
@@ -237,11 +242,17 @@ class Scheduler:
     def _take_figures(self, capacity: Amount) -> None:
         self._figures = figures_for(self.rules, capacity)
         self._most_prompt = [min(self._largest_prefill, prompt) for _, _, prompt in self._figures.size_limit]
+        self.guards.take_figures(self._figures)
 
     @property
     def capacity(self) -> Amount:
         """C, as of the last look."""
         return self._figures.capacity
+
+    @property
+    def held(self) -> Amount:
+        """The amount that engines hold."""
+        return self._total
 
     def _step(self, grants: list[EngineGrant]) -> bool:
         """Rule 6: the next step, one enters an engine or comes to stand in line. False where there is none."""
@@ -303,7 +314,8 @@ class Scheduler:
             if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit(ticket):
                 order_class = self.class_for(ticket, fronts.get(level), heads[level])
                 found.append(Candidate(self.place(ticket, order_class), ticket, order_class))
-        return sorted(found, key=lambda candidate: candidate.place)
+        found.sort(key=lambda candidate: candidate.place)
+        return self.guards.allowed(found) if self.guards else found
 
     def heads(self, level: int) -> list[Ticket]:
         """The next in fair order; while the tier owes and that one is not small, also the next that is."""
@@ -346,9 +358,7 @@ class Scheduler:
         return TURN if below(held, reserve) and not self._owes(ticket.tier) else OTHER
 
     def place(self, ticket: Ticket, order_class: OrderClass) -> Place:
-        """Key that the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged
-        level.
-        """
+        """Key that the order compares. Turns: whose last admission is longest ago. Ties and others: by aged level."""
         before, key = 0, self.aged_level(ticket)
         if order_class == LINE:
             before = ticket.admission

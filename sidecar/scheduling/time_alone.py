@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sidecar.scheduling.engines import ScheduledEngine
+from sidecar.scheduling.guarded import DECIDE_EVERY_US
 from sidecar.scheduling.scheduler import PATIENCE_US, Scheduler
 from sidecar.scheduling.tickets import Ticket
 
@@ -29,6 +30,9 @@ def _changes(scheduler: Scheduler, now_us: int) -> Iterator[int]:
     for ticket in scheduler.line:
         yield ticket.in_line_since_us + PATIENCE_US
         yield from _ticket_changes(scheduler, ticket, now_us)
+    for guarded in scheduler.guards.tiers:
+        if guarded.has_kept_out:
+            yield guarded.decided_us + DECIDE_EVERY_US
     for engine in scheduler.engines.values():
         yield engine.cap_until_us
         yield _next_tenth(engine, now_us)

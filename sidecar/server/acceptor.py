@@ -14,9 +14,9 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from sidecar.open_files import limit
 from sidecar.server.certificate import Certificate
 from sidecar.server.http_protocol import HEAD_WITHIN_S, BoundedHttpProtocol
+from sidecar.server.open_files import limit
 
 RETRY_S = 0.5
 """After a connection could not be accepted."""

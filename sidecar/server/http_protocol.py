@@ -26,10 +26,10 @@ import httptools
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from sidecar.admission.handover import with_write
 from sidecar.admission.responses import error_body, error_headers, send_error, speaks_anthropic
 from sidecar.errors import AdmissionError, HeadTimeout, HeadTooLarge, InvalidHttp
 from sidecar.events import Headers
-from sidecar.handover import with_write
 
 MOST_HEAD_BYTES = 64 * 1024
 """What h11 allows; nginx's default is 32 KiB, node's 16. Also for trailers, and for what frames a chunk."""

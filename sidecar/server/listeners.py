@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from sidecar.server import CannotServe
-from sidecar.unix_address import SCHEME, socket_path
+from sidecar.server.unix_address import SCHEME, socket_path
 
 _FOR_ALL = 0o666
 """As a port is; the folder says who may enter. uvicorn has the same."""

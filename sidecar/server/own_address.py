@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from sidecar.unix_address import socket_path
+from sidecar.server.unix_address import socket_path
 
 _PORTS = {"http": 80, "https": 443}
 

@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from sidecar.admin.answers import FRESH, refused
 from sidecar.admission.engine_pages import fetch_page
+from sidecar.admission.handover import INTERNAL_REQUEST
 from sidecar.engines.pages import Page, Unread
 from sidecar.errors import AdmissionError, EngineUnreachable, ResponseCut
-from sidecar.handover import INTERNAL_REQUEST
 from sidecar.workers.channel import WorkerState
 from sidecar.workers.crew import Crew
 from sidecar.workers.documents import Document, merged_engines, merged_state

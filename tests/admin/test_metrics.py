@@ -26,6 +26,7 @@ from sidecar.admin.routes import metrics_routes
 from sidecar.cluster.document import PoolFigures, TierShare
 from sidecar.cluster.sampler import KINDS, PoolSampler
 from sidecar.engines import Vllm
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.compiler import load
 from sidecar.pools import Pool
 from sidecar.proxy.proxy import ReverseProxy
@@ -35,7 +36,6 @@ from sidecar.telemetry.metrics.prometheus import PrometheusReader
 from sidecar.telemetry.metrics.views import views
 from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.tracer import RequestTracer
-from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.cluster.test_overview import sources_of
 from tests.support.middleware import TestedMiddleware

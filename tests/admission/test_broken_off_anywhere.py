@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from sidecar.admission.answer import EngineCall
+from sidecar.admission.handover import CALL_KEY
 from sidecar.admission.request import RequestHandler
 from sidecar.admission.usage import UsageReader
 from sidecar.events import Event, Received
-from sidecar.handover import CALL_KEY
 from sidecar.policy.choices import Mode
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.engines.base import Engine
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
-from sidecar.tokens import Estimator
 from tests.support.middleware import CHAT
 
 ANYONE = Tenant(name="anyone", level=1, max_level=0)

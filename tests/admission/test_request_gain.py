@@ -12,8 +12,8 @@ from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.events import Outcome, ServiceGain
 from sidecar.gain.token_deadlines import Objective, asked_slo
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.pools import Pool
-from sidecar.tokens import Estimator
 from tests.support.middleware import (
     CHAT,
     App,
@@ -343,7 +343,7 @@ async def test_whatever_becomes_of_its_attempts_a_request_leaves_no_engine_behin
     assert seen[0]["running"] == 1
     gain = guarded.sidecar.gain
     request = await sized(guarded)
-    followed = gain.follow(request, guarded.sidecar.snapshot.objectives, guarded.sidecar.snapshot.tier_names, 0)
+    followed = gain.follow(request, guarded.sidecar.snapshot, 0)
     assert followed is not None
     followed.sent("a#1", UsageReader()).feed(EVENT)
     followed.first_byte(200)
@@ -358,8 +358,7 @@ async def test_whatever_becomes_of_its_attempts_a_request_leaves_no_engine_behin
 async def test_a_second_attempt_is_measured_from_the_first_arrival() -> None:
     guarded = Clocked(App())
     request = await sized(guarded)
-    snapshot = guarded.sidecar.snapshot
-    followed = guarded.sidecar.gain.follow(request, snapshot.objectives, snapshot.tier_names, guarded.now_us)
+    followed = guarded.sidecar.gain.follow(request, guarded.sidecar.snapshot, guarded.now_us)
     assert followed is not None
     followed.sent(None, UsageReader()).feed(EVENT)
     followed.taken_back()

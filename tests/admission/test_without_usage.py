@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sidecar.events import Settled
-from sidecar.tokens import BYTES_PER_TOKEN
+from sidecar.lengths.token_estimates import BYTES_PER_TOKEN
 from tests.support.each import each
 from tests.support.middleware import App, Caller, Guarded, chat, chunk, policy, start, whole_body
 

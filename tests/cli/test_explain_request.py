@@ -24,13 +24,13 @@ from sidecar.cli import main
 from sidecar.cli.explain_request import text
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation, RequestFacts
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.compiler import load
 from sidecar.pools import Pool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.tracer import RequestTracer
-from sidecar.tokens import Estimator
 from tests.cluster.views import overview
 from tests.support.in_process import ran
 from tests.support.late import openai

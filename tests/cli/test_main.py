@@ -139,7 +139,9 @@ def test_ctrl_c_while_a_key_is_awaited_ends_it_without_a_word(monkeypatch: pytes
 
 
 def test_a_server_imports_nothing_that_draws_for_people() -> None:
-    imports = "import sidecar.cli.serve, sidecar.cli.serve_check, sidecar.serving, sidecar.workers.supervisor"
+    imports = (
+        "import sidecar.cli.serve, sidecar.cli.serve_check, sidecar.composition.serving, sidecar.workers.supervisor"
+    )
     drawn = "{'rich', 'jinja2', 'pygments'} & {*sys.modules}"
     code = f"import sys; {imports}; import sidecar; sidecar.AdmissionMiddleware; print({drawn})"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,9 +18,9 @@ import pytest
 from benchmarks.observe import arrivals, request
 from sidecar.engines import ENGINES
 from sidecar.engines.speed import EngineSpeed
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy import compiler
 from sidecar.pools import Pool
-from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.tools.loadgen import Planned, Seen
 from sidecar.tools.simulate.model_fit import step_times

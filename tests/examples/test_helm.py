@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from sidecar.policy.compiler import load
-from sidecar.secrets import SHORTEST_TOKEN
+from sidecar.policy.secrets import SHORTEST_TOKEN
 from tests.examples.command_lines import EXAMPLES, ROOT, named_files, parsed, shell_lines, unknown_variables
 from tests.examples.kubernetes import ConfigMapFolder, ports, validate
 from tests.examples.kubernetes import sidecar as sidecar_of_the_overlay

@@ -11,11 +11,11 @@ import aiohttp
 import pytest
 
 from sidecar.admission.engine_pages import EnginePages
+from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY
 from sidecar.engines.pages import NotConnected
 from sidecar.errors import AdmissionError
 from sidecar.fleet.app import FleetApp
 from sidecar.fleet.fleet import Fleet
-from sidecar.handover import CALL_KEY, ENGINE_ID_KEY
 from tests.fleet.engines import LocalEngine, RudeEngine, engines, fleet_of, listed, states
 from tests.support.serving import serving
 from tests.support.waiting import open_sockets, until

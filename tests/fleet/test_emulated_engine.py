@@ -10,8 +10,8 @@ import pytest
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.fleet.affinity import PROMPT_CACHE_KEY, AffinityPredictor
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.payload.decode import decode
-from sidecar.tokens import Estimator
 from tests.tools.emulator.emulated import PATHS, VLLM, Client, emulated
 
 pytestmark = pytest.mark.anyio

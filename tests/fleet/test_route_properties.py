@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY
 from sidecar.app import AdmissionMiddleware
 from sidecar.engines import speed
 from sidecar.engines.robust_line import Line
@@ -24,7 +25,6 @@ from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineState
 from sidecar.errors import EngineUnreachable, ResponseCut
 from sidecar.fleet import routing
 from sidecar.fleet.discovery import StaticDiscovery
-from sidecar.handover import CALL_KEY, ENGINE_ID_KEY
 from sidecar.policy.compiler import load
 from sidecar.policy.fleet import EngineAddress
 from tests.fleet.routed import Routed, static, write_policy

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from sidecar.admission.policy_snapshot import policy_snapshot
 from sidecar.cli.check import figures, summary
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.compiler import Loaded, load_files, read_engine_list
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.warnings import warnings
 from sidecar.pools import Pool
-from sidecar.tokens import Estimator
 from tests.fuzz.corpus import POLICIES, names
 from tests.fuzz.policies import LISTS, MARK, POOLS, TENANTS
 from tests.fuzz.scale import cases, tried

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from sidecar.admission.self_view import PATH as SELF
-from sidecar.classify import Classifier
 from sidecar.cli import main
 from sidecar.engines.none import NoPriorityEngine
 from sidecar.errors import InvalidApiKey
 from sidecar.events import Classified
+from sidecar.identity.classify import Classifier
 from sidecar.policy.compiler import load
 from sidecar.policy.gateway import GatewayPolicy, read_network
 from sidecar.policy.problems import PolicyError

@@ -18,11 +18,11 @@ from sidecar import AdmissionMiddleware
 from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access
 from sidecar.cli import main
+from sidecar.composition.stores import new_records
 from sidecar.errors import TenantsUnavailable
 from sidecar.policy.choices import StoredTenants
 from sidecar.policy.compiler import load
 from sidecar.policy.stored_tenants import InvalidTenant, read_record, with_stored
-from sidecar.stores import new_records
 from sidecar.tenants import registry
 from sidecar.tenants.registry import StoredTenantsRegistry
 from tests.support.each import each

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from sidecar.apis import Api
 from sidecar.errors import InvalidBody
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.payload.decode import LARGEST_COUNT, MEDIA_TOKENS, Payload, decode
-from sidecar.tokens import Estimator
 from tests.support.each import each
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENERIC = Api

@@ -11,7 +11,7 @@ from typing import Any
 from sidecar.engines import ENGINES
 from sidecar.policy.choices import Learn
 from sidecar.policy.compiler import load
-from sidecar.policy.diff import MOST_NAMED, describe_changes, differences
+from sidecar.policy.diff import MOST_NAMED, describe_changes, differences, needs_restart
 from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
 from tests.support.each import each
@@ -135,6 +135,14 @@ def test_a_size_that_the_engine_tells_is_reported_by_what_the_policy_adds(tmp_pa
     ]
     before, after = (written(tmp_path / str(number), pool) for number, pool in enumerate(pools))
     assert differences(before, after) == ["capacity fraction 95% -> 80%", "capacity waiting 2 -> 4"]
+
+
+def test_a_tier_that_is_guarded_from_now_on(tmp_path: Path) -> None:
+    slo = "slo: {ttft: 1s, tpot: 50ms, hold: 97.5%}"
+    before = written(tmp_path / "before", BASE.replace("20%}", f"20%, {slo.replace(', hold: 97.5%', '')}}}"))
+    after = written(tmp_path / "after", BASE.replace("20%}", f"20%, {slo}}}"))
+    assert differences(before, after) == ["tier high slo hold none -> 97.5%"]
+    assert needs_restart(before, after) == []
 
 
 def test_a_comment_is_no_difference(tmp_path: Path) -> None:

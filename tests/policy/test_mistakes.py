@@ -111,6 +111,26 @@ def test_a_wrong_line_says_what_would_be_right(tmp_path: Path, line: str, said: 
             "tiers.normal.gain.weight: 1001 is too large; weights count beside each other: write 1 to 1000",
         ),
         (
+            "{normal: {slo: {ttft: 1s, hold: 97%}}, batch: {}}",
+            "tiers.normal.slo.hold: a tier is held to its time to a first token and its time per token: write `ttft` ",
+        ),
+        (
+            "{normal: {slo: {ttft: 1s, tpot: 60ms, hold: 100%}}, batch: {}}",
+            'tiers.normal.slo.hold: "100%" lets one late request shut out less important work; write "99%" or less',
+        ),
+        (
+            "{normal: {slo: {ttft: 1s, tpot: 60ms, hold: 0%}}, batch: {}}",
+            'tiers.normal.slo.hold: "0%" holds no request to anything; write "97%", or leave it out',
+        ),
+        (
+            "{normal: {slo: {ttft: 1s, tpot: 60ms, hold: 0.97}}, batch: {}}",
+            'tiers.normal.slo.hold: "0.97" is not a share; write "97%"',
+        ),
+        (
+            "{high: {}, normal: {slo: {ttft: 1s, tpot: 60ms, hold: 97%}}}",
+            "tiers.normal.slo.hold: no tier is less important than normal, so nothing can make room for it; remove ",
+        ),
+        (
             "{normal: {queue: {max_wait: 12:30}}}",
             "tiers.normal.queue.max_wait: 12:30 without quotes means 750 in YAML;",
         ),

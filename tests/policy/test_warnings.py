@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,29 @@ def _said(folder: Path, tiers: str, rest: str = "", capacity: str = "tokens: 100
 
 def test_a_policy_that_surprises_no_one_has_no_warnings(tmp_path: Path) -> None:
     assert _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 10%}}") == []
+
+
+@each(
+    ("tiers", "kept"),
+    [
+        ("{high: {reserve: 20%, @}, normal: {reserve: 10%}, batch: {reserve: 10%}}", None),
+        ("{high: {reserve: 20%, slo: {ttft: 1s, tpot: 60ms}}, normal: {reserve: 50%}}", None),
+        ("{high: {reserve: 20%, @}, normal: {reserve: 30%}, batch: {reserve: 30%}}", 60),
+        ("{high: {reserve: 20%, @}, normal: {reserve: 20%, limit: 30%}}", 20),
+        ("{high: {reserve: 40%}, normal: {reserve: 10%, @}, batch: {reserve: 10%}}", None),
+    ],
+)
+def test_floors_that_leave_nothing_to_take_for_a_guarded_tier(tmp_path: Path, tiers: str, kept: int | None) -> None:
+    found = _said(tmp_path, tiers.replace("@", "slo: {ttft: 1s, tpot: 60ms, hold: 97%}"))
+    begin = f"tiers.high.slo.hold: does little: the floors of less important tiers, {kept}% of the pool, are theirs "
+    assert len(found) == (kept is not None)
+    assert all(begin in one for one in found)
+
+
+def test_a_share_of_requests_is_kept_beside_its_tier(tmp_path: Path) -> None:
+    slo = "slo: {ttft: 1s, tpot: 60ms, hold: 97.5%}"
+    text = f"engine: vllm\ncapacity: {{tokens: 1000}}\ntiers: {{high: {{{slo}}}, normal: {{}}}}\nanonymous: normal\n"
+    assert [tier.hold for tier in load(pool(tmp_path, text)).tiers] == [Fraction(975, 1000), 0]
 
 
 @each(

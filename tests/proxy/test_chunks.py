@@ -1,4 +1,4 @@
-"""The short way of a chunk (`sidecar.handover`): what is written at once is what would have been read, in its order."""
+"""The short way of a chunk, `write`: what is written at once is what would have been read, in its order."""
 
 from __future__ import annotations
 

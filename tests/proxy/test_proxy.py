@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from sidecar.admission.via import OWN_VIA
 from sidecar.proxy import connection as connections
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.http_protocol import BoundedHttpProtocol
-from sidecar.via import OWN_VIA
 from tests.support.each import each
 from tests.support.engine import OK, Connection, RawEngine, Script, answering, raw_engine
 from tests.support.serving import Served, serving

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from sidecar import open_files
-from sidecar.server import acceptor, http_protocol
+from sidecar.server import acceptor, http_protocol, open_files
 from sidecar.server.certificate import Certificate, new_certificate
 from sidecar.server.listeners import listening
 from sidecar.server.server import End, Server, run

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.handover import Write, find_write
+from sidecar.admission.handover import Write, find_write
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.support.serving import Served, serving
 from tests.support.wire import connected, exchange, get, post

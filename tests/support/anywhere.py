@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from sidecar.events import Observed
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.choices import Mode
 from sidecar.policy.model import Policy
 from sidecar.pools import Ask, Pool
-from sidecar.tokens import Estimator
 from tests.support.middleware import Recorder, TestedMiddleware
 from tests.support.virtual_time import run_virtually, virtual_now_us
 

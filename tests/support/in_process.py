@@ -22,9 +22,9 @@ from anyio.from_thread import start_blocking_portal
 from sidecar.admin.app import admin_app
 from sidecar.app import AdmissionMiddleware
 from sidecar.cli import emulate, main
+from sidecar.composition.serving import new_proxy
 from sidecar.policy.compiler import load_files
 from sidecar.policy.reload import PolicyFiles
-from sidecar.serving import new_proxy
 from sidecar.tools.emulator import Emulator
 from tests.support.serving import serving
 

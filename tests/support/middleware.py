@@ -29,12 +29,12 @@ from sidecar.events import (
     Settled,
     UnguardedRequest,
 )  # fmt: skip
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.middleware import serve_scope
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.proxy import EngineProxy
-from sidecar.tokens import Estimator
 from tests.support.serving import Served, serving
 from tests.support.wire import exchange, post
 

@@ -16,9 +16,9 @@ from starlette.datastructures import URL
 from starlette.requests import Request
 
 from sidecar.admin.auth import Access, AdminGuard
-from sidecar.serving import ServeSettings
+from sidecar.admission.via import OWN_VIA
+from sidecar.composition.serving import ServeSettings
 from sidecar.telemetry.logs.setup import LogSettings
-from sidecar.via import OWN_VIA
 from sidecar.workers.channel import WorkerState
 from sidecar.workers.crew import Crew
 from sidecar.workers.pages import WorkerPages

@@ -52,13 +52,13 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest
 from sidecar.admission.event_reporter import new_reporter
 from sidecar.admission.forwarding import call_app, forwarded_scope
+from sidecar.admission.handover import with_write
 from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import Observed, Outcome, Verdict
-from sidecar.handover import with_write
 from sidecar.policy.endpoint import Endpoint
 from sidecar.pools import Grant
 
@@ -308,8 +308,8 @@ class RequestWatcher:
 
     def _measure_gain(self, request: SizedRequest) -> None:
         """The gain as it really is, without the admission of the policy."""
-        objectives, names = self._snapshot.objectives, self._snapshot.tier_names
-        gain = self._controller.gain.follow(request, objectives, names, self._now_us()) if objectives else None
+        snapshot, meter = self._snapshot, self._controller.gain
+        gain = meter.follow(request, snapshot, self._now_us()) if snapshot.objectives else None
         if gain is not None:
             self._reporter.gain, self.answer.reader = gain, gain.sent(None, self._usage)
 

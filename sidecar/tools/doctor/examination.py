@@ -13,6 +13,7 @@ import aiohttp
 from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
+from sidecar.server.unix_address import connector_to
 from sidecar.tools.doctor import probe as sizing
 from sidecar.tools.doctor.burst import Burst
 from sidecar.tools.doctor.conditions import Condition, ConditionState, conditions, is_before, read_only
@@ -22,7 +23,6 @@ from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recomm
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
 from sidecar.tools.doctor.target import Clock, ExaminedServer
 from sidecar.tools.loadgen.pages import HttpPages
-from sidecar.unix_address import connector_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import aiohttp
 
+from sidecar.admission.via import PSEUDONYM
 from sidecar.engines.pages import Page, Unread
-from sidecar.unix_address import url_for
-from sidecar.via import PSEUDONYM
+from sidecar.server.unix_address import url_for
 
 PATIENCE_S = 5.0
 """For one page: an engine under load answers later than an idle one, and who does not answer by then is of no use."""

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from sidecar.apis import Api
-from sidecar.tokens import TokenizerCounter
+from sidecar.lengths.token_estimates import TokenizerCounter
 from sidecar.tools.replay.server import AskedServer
 from sidecar.tools.replay.trace import TraceRow
 

@@ -21,17 +21,17 @@ from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.turn import EndCause, Turn, TurnEnded
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
-from sidecar.classify import Classification, Fallback
 from sidecar.engines.speed import Coefficients, EngineSpeeds
 from sidecar.errors import AdmissionError, QueueTimeout
+from sidecar.identity.classify import Classification, Fallback
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSize, LeaseSizes
+from sidecar.lengths.token_estimates import tokens_to_hold
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
 from sidecar.pools import Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.tokens import tokens_to_hold
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, SimulatedEngines
 

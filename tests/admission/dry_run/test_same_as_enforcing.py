@@ -16,11 +16,11 @@ import msgspec
 import pytest
 
 from sidecar.events import Admitted, Observed, Preempted, Refused
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy import compiler
 from sidecar.policy.choices import Mode
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
-from sidecar.tokens import Estimator
 from tests.support.middleware import Caller, Recorder, TestedMiddleware, chat, write_policy
 from tests.support.virtual_time import run_virtually, virtual_now_us
 

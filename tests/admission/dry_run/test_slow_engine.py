@@ -19,11 +19,11 @@ import pytest
 from benchmarks import observe
 from sidecar.cluster.doubts import doubts
 from sidecar.engines import ENGINES
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy import compiler
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.telemetry.dry_run import DryRunStats, added_up
-from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, Scheduling, StepModel
 from sidecar.tools.loadgen import Planned
 from tests.support.middleware import Caller, TestedMiddleware, monitor

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sidecar.tokens import NoTokenizer
+from sidecar.lengths.token_estimates import NoTokenizer
 from sidecar.tools.replay.prompts import CANDIDATES, Words, learn, new_words
 from sidecar.tools.replay.server import AskedServer
 from tests.support.serving import serving

@@ -30,11 +30,13 @@ local IS = {
     return true
   end,
   l = function(value) return is_list(value, 't') end,
+  s = function(value) return is_list(value, 'd') end,
+  d = function(value) return type(value) == 'number' and value > -1 / 0 and value < 1 / 0 end,
   g = function(value) return is_record(value, 'nppnp') end,
   c = function(value) return is_record(value, 'tnnnnnnnn') end, -- a charge
   r = function(value)
     local list, names = type(value) == 'table' and value[R_TIERS], {}
-    if not is_list(list, 'tmmmbbN') or not is_record(value, 'lPnnnbm', R_PROMOTE) then return false end
+    if not is_list(list, 'tmmmbbNm') or not is_record(value, 'lPnnnbm', R_PROMOTE) then return false end
     for _, tier in ipairs(list) do names[tier[T_NAME]] = true end
     return #list > 0 and #sorted_keys(names) == #list and value[R_CEILING] < #list
   end,
@@ -82,7 +84,7 @@ local function list(kinds) return function(value) return is_list(value, kinds) e
 
 local CALL = { IS.n, IS.t, IS.n, IS.k, list('tennnnnnn'), IS.b, or_none(IS.n), or_none(list('tennnnnnn')), list('n'), list('nttnpnphlnnGbF'),
   list('nt'), list('ttnpn'), list('tnn'), or_none(list('ennnpban')), list('enn'), list('tbn'), or_none(IS.r), IS.b, IS.b, IS.n, list('f'),
-  list('ntnbNNNn'), list('ncNbb'), list('tn') }
+  list('ntnbNNNn'), list('ncNbb'), list('tn'), list('tnnn'), list('tnpnns') }
 
 -- The call; else an error names its first field that is wrong.
 local function read_call(packed)

@@ -60,6 +60,26 @@ local function add_bid(member, bid)
   queue_add(bid)
 end
 
+-- Rule 10: what replicas decided and saw (`guards.py`). One decision counts: that of who made it first.
+local function take_guards(last_number)
+  for _, it in ipairs(call[C_GUARDS]) do
+    local name, since, share, met, missed, its_state = unpack(it)
+    local tier = tier_of(name)
+    local guard = tier and tiers[tier][GUARD]
+    if guard and guard[G_DECIDED] == since then
+      met, missed = max(0, guard[G_MET] - met), max(0, guard[G_MISSED] - missed)
+      tiers[tier][GUARD], state[NEXT] = { share, max(1, now), met, missed, false, its_state }, false
+    end
+  end
+  for _, seen in ipairs(call[C_SEEN]) do
+    local tier = tier_of(seen[1])
+    local guard = tier and tiers[tier][GUARD]
+    if guard and guard[G_SHARE] and seen[4] > last_number then
+      guard[G_MET], guard[G_MISSED] = guard[G_MET] + seen[2], guard[G_MISSED] + seen[3]
+    end
+  end
+end
+
 local function take_changes(member, last_number)
   acknowledge(member)
   take_views()
@@ -74,6 +94,7 @@ local function take_changes(member, last_number)
   for _, owed in ipairs(call[C_OWES]) do
     if owed[3] > last_number then owe(tier_of(owed[1]), owed[2]) end
   end
+  take_guards(last_number)
   for _, bid in ipairs(member[IS_FOREIGN] and NOBODY or call[C_BIDS]) do add_bid(member, bid) end
   for _, gone in ipairs(call[C_WITHDRAWN]) do withdraw(member, gone[1], tier_of(gone[2])) end
 end
@@ -157,8 +178,10 @@ local function next_change(waiting)
     if not needs then look() end
     if not state[NEXT] or state[NEXT] <= now then state[NEXT] = find_next() end
     at = state[NEXT]
-    for _, t in ipairs(rules[R_BY_GAIN] and tiers or {}) do
-      if t[QUEUED] > 0 or t[LINED] > 0 then at = min(at, now + LOOK_AGAIN_US) end
+    for _, t in ipairs(tiers) do
+      if rules[R_BY_GAIN] and (t[QUEUED] > 0 or t[LINED] > 0) then at = min(at, now + LOOK_AGAIN_US) end
+      local decide_at = t[GUARD][G_KEPT_OUT] and t[GUARD][G_DECIDED] + DECIDE_EVERY_US
+      if decide_at and decide_at > now then at = min(at, decide_at) end
     end
   end
   return at < UNBOUNDED and max(1000, at - now) or nil

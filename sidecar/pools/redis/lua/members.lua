@@ -150,6 +150,12 @@ local function has_tiers(stated)
   return true
 end
 
+-- A tier as it is guarded by the rules: it keeps what it was, where it was guarded before.
+local function guard_of(tier, before)
+  if rules[R_TIERS][tier][T_HOLD] == 0 then return {} end
+  return before and before[GUARD][G_SHARE] and before[GUARD] or { FIRST_SHARE, 0, 0, 0, false, {} }
+end
+
 local function take_rules(stated)
   local is_same, is_owned = has_tiers(stated), false
   for name, member in pairs(members) do is_owned = is_owned or name ~= who and not member[IS_FOREIGN] end
@@ -158,6 +164,7 @@ local function take_rules(stated)
   config.figures, is_config_new, state[NEXT] = nil, true, false
   if is_same and stated[R_BY_GAIN] == is_by_gain then
     config.rules, rules = stated, stated
+    for i, t in ipairs(tiers) do t[GUARD] = guard_of(i, t) end
     return
   end
   for _, name in ipairs(sorted_keys(members)) do
@@ -169,8 +176,9 @@ local function take_rules(stated)
   tiers, heads, queues, config.rules, rules = {}, {}, {}, stated, stated
   for i, tier in ipairs(stated[R_TIERS]) do
     local old = before[tier[T_NAME]]
-    local t = { tier[T_NAME], 0, 0, 0, { 0, 0, 0 }, { 0, 0, 0 }, { 0, 0, 0 }, { 0, 0, 0 }, 0, 1, 0, 0, 0, 64, UNBOUNDED }
+    local t = { tier[T_NAME], 0, 0, 0, { 0, 0, 0 }, { 0, 0, 0 }, { 0, 0, 0 }, { 0, 0, 0 }, 0, {}, 1, 0, 0, 0, 64, UNBOUNDED }
     if old then t[VIRTUAL], t[OWES_UNTIL], t[LATEST], t[SERVED] = old[VIRTUAL], old[OWES_UNTIL], old[LATEST], old[SERVED] end
+    t[GUARD] = guard_of(i, old)
     tiers[i], heads[i], changed['q:' .. i] = t, false, true
   end
   for _, it in ipairs(held) do it[H_TOKENS], it[H_REQUESTS], it[H_PROMPT], it[H_SENT] = 0, 0, 0, 0 end

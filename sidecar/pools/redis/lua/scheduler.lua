@@ -1,4 +1,4 @@
--- Rules 3 to 6: the order of what waits, and one step after the other into engines and into the line (`scheduler.py`).
+-- Rules 3 to 6 and 10: the order of what waits, and one step after the other into engines and into the line (`scheduler.py`).
 
 local FIRST, LINE, INSIDE, TURN, OTHER = 0, 1, 2, 3, 4 -- rule 3: the classes, in order
 
@@ -41,6 +41,17 @@ end
 
 local function owes(tier) return now < tiers[tier][OWES_UNTIL] end
 
+-- Rule 10 (`guarded.py`): work below a guarded tier may fill the pool up to a share, or its floors.
+local function new_guard(tier, share)
+  local guard = { tier = tier, below = {}, floors = { 0, 0, 0 }, most = {} }
+  for q = tier + 1, #tiers do guard.below[q] = not rules[R_TIERS][q][T_FIRST] or nil end
+  for d = 1, 3 do
+    for q in pairs(guard.below) do guard.floors[d] = guard.floors[d] + figures.R[q][d] end
+    guard.most[d] = part_of(share * PPM, figures.C[d], UNBOUNDED)
+  end
+  return guard
+end
+
 -- Figures change with the engines, in slow start with time.
 local function look()
   local capacity = { 0, 0, 0 }
@@ -62,6 +73,10 @@ local function look()
   if not C or C[1] ~= capacity[1] or C[2] ~= capacity[2] or C[3] ~= capacity[3] then
     figures = figures_of(capacity)
     config.figures, is_config_new, state[NEXT] = figures, true, false
+  end
+  guards, kept_out = {}, NOBODY
+  for tier, t in ipairs(tiers) do
+    if t[GUARD][G_SHARE] then guards[#guards + 1] = new_guard(tier, t[GUARD][G_SHARE]) end
   end
 end
 
@@ -226,6 +241,36 @@ local function is_place_before(a, b)
   return is_before(a.ticket, b.ticket)
 end
 
+-- Whether a guarded tier leaves room to a ticket, each dimension for itself: one is let in where those below hold nothing.
+local function leaves_room(guard, ticket)
+  local t = need(ticket)
+  for d = 1, 3 do
+    local below = 0
+    for q in pairs(guard.below) do below = below + used(q, d) end
+    if below > 0 and below + t[d] > guard.floors[d] and total[d] + t[d] > guard.most[d] then return false end
+  end
+  return true
+end
+
+-- Those of class 4, in order, without those for which a guarded tier leaves no room, and those like them that come after.
+local function allowed(others)
+  local kept, closed = {}, {}
+  kept_out = {}
+  table.sort(others, is_place_before)
+  for _, place in ipairs(others) do
+    local is_kept = true
+    for _, guard in ipairs(guards) do
+      if guard.below[place.tier] and (closed[guard] or not leaves_room(guard, place.ticket)) then
+        is_kept, closed[guard], kept_out[place.tier] = false, true, true
+        local of = tiers[guard.tier][GUARD]
+        of[G_KEPT_OUT] = of[G_KEPT_OUT] or fits(place.ticket, NOBODY)
+      end
+    end
+    if is_kept then kept[#kept + 1] = place end
+  end
+  return kept
+end
+
 -- The candidates: those in line, the heads of all tiers, by gain the best of each tier. In order, but for those of class 4.
 -- `open`, where nobody in line stops others: one in class 4 whose engine is not among these, and who goes to no other, does nothing.
 -- Who was left out so is told, too; by level of each tier the first. Where no one `may_enter`, only who may be early is looked for.
@@ -262,6 +307,7 @@ local function candidates(open, may_enter)
     end
   end
   table.sort(early, is_place_before)
+  if #guards > 0 then others = allowed(others) end
   return early, others, left_out
 end
 
@@ -287,7 +333,7 @@ local function passed(place, ...)
       local first = firsts[tier]
       local ticket = first and first.ticket or next_of(tier)
       if ticket and is_before(ticket, place.ticket) then
-        found[#found + 1] = { t[NAME], first and rule_before(place, first) or 'limit' }
+        found[#found + 1] = { t[NAME], first and rule_before(place, first) or (kept_out[tier] and 'guarded' or 'limit') }
       end
     end
   end
@@ -507,9 +553,9 @@ end
 local function step()
   local open, least = find_open()
   if total[1] + least > figures.C[1] or total[2] >= figures.C[2] then return false end -- nothing that waits fits the pool
-  local may_enter = next(open) or someone_may_join()
+  local may_enter = #guards > 0 or next(open) or someone_may_join()
   if not may_enter and not front_may_stand_for_floor() then return false end
-  local early, others, left_out = candidates(is_line_calm() and open, may_enter)
+  local early, others, left_out = candidates(#guards == 0 and is_line_calm() and open, may_enter)
   for _, places in ipairs({ early, others }) do
     if places == others then
       if (open.stopped and not is_divided) or (not next(open) and not someone_may_join()) then return false end

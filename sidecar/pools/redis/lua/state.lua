@@ -16,6 +16,7 @@ local DEAD_US = 10000000
 local PATIENCE_US = 5000000
 local ASKED_FOR_US = 2000000
 local LOOK_AGAIN_US = 100000
+local DECIDE_EVERY_US, FIRST_SHARE = 2000000, 100000
 local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE, MOST_KEPT = 9007199254740991, 1000, 1000000, 3600000, 1000, 32
 
 -- Positions in packed arrays. `state` begins with these. CHOOSES: those in line look at their engines again; LEAST, MOST: what those
@@ -26,7 +27,9 @@ local LATEST_CAME, LATEST_OWNER, LATEST_GRANTED = 17, 18, 19 -- of all that were
 local ASKED_BEFORE = 20 -- those that were asked for room since something left for it, or one was served
 -- A tier: `calls.TierHeld`, then figures of its queue and line. SMALLEST: none in its queue has fewer tokens.
 local NAME, VIRTUAL, AFRESH, OWES_UNTIL, ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR = 1, 2, 3, 4, 5, 6, 7, 8
-local SERVED, LARGEST, QUEUED, LATEST, LINED, MOST_TAGS, SMALLEST = 9, 10, 11, 12, 13, 14, 15
+local SERVED, GUARD, LARGEST, QUEUED, LATEST, LINED, MOST_TAGS, SMALLEST = 9, 10, 11, 12, 13, 14, 15, 16
+-- A guarded tier (`calls.GuardHeld`); one that is not has none of these.
+local G_SHARE, G_DECIDED, G_MET, G_MISSED, G_KEPT_OUT, G_STATE = 1, 2, 3, 4, 5, 6
 -- A member. Its outbox has grants, CHARGED the verdicts of its last call (packed), its sums of leases that are taken back are cells as it told them.
 -- CELLS: how many of its cells are stored.
 local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING, IS_LINE_NEW, CHARGED, CELLS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12
@@ -37,14 +40,14 @@ local ENGINE, IN_LINE_SINCE, COUNT, COUNTED, ADMISSION, EXCESS, EXCESS_PROMPT, I
 local GAIN_WEIGHT, GAIN_TOKENS, GAIN_COST, GAIN_START_BY, GAIN_SLACK = 1, 2, 3, 4, 5
 local C_LAYOUT, C_WHO, C_NUMBER, C_KIND, C_CELLS, C_WHOLE, C_BID_COUNT, C_LEAVING, C_ACKS, C_BIDS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 local C_WITHDRAWN, C_CHARGES, C_OWES, C_ENGINES, C_CAPS, C_DRAINS, C_RULES, C_REPLACES = 11, 12, 13, 14, 15, 16, 17, 18
-local C_TAKES_OVER, C_KNEW, C_VIRTUAL, C_METERED, C_SETTLED, C_RUNNING = 19, 20, 21, 22, 23, 24
+local C_TAKES_OVER, C_KNEW, C_VIRTUAL, C_METERED, C_SETTLED, C_RUNNING, C_SEEN, C_GUARDS = 19, 20, 21, 22, 23, 24, 25, 26
 local CELL_TIER, CELL_ENGINE, CELL_FIGURES, FIGURES = 1, 2, 2, 7
 -- An engine in `config`, sorted by name and incarnation; and, as it is told, what it holds.
 local E_ID, E_TOKENS, E_REQUESTS, E_PREFILL, E_SPEED, E_TAKES_NEW, E_SINCE, E_RAMP, E_KNOWN, E_UNREACHABLE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 local H_ID, H_TOKENS, H_REQUESTS, H_PROMPT, H_SENT, H_LINED, H_CAP, H_CAP_UNTIL = 1, 2, 3, 4, 5, 6, 7, 8
 -- The rules of a pool and of a tier, as they are told.
 local R_TIERS, R_PROMOTE, R_CEILING, R_PREEMPTIONS, R_AFFINITY, R_BY_GAIN, R_FAIR = 1, 2, 3, 4, 5, 6, 7
-local T_NAME, T_RESERVE, T_LEND, T_LIMIT, T_FIRST, T_PREEMPTIBLE, T_PREEMPT_AFTER = 1, 2, 3, 4, 5, 6, 7
+local T_NAME, T_RESERVE, T_LEND, T_LIMIT, T_FIRST, T_PREEMPTIBLE, T_PREEMPT_AFTER, T_HOLD = 1, 2, 3, 4, 5, 6, 7, 8
 
 -- Of one call:
 local keys, root, call, who, now, server_us
@@ -56,6 +59,7 @@ local queues, wake_ups, is_config_new
 local kept, pools, known = {}, 0, nil -- where the script is a function: what was written of each pool, as it was unpacked
 local held_text -- `held` as it is told and written
 local figures, largest_prefill, places, total, is_divided -- of a decision (rule 1); is_divided: replicas see different engines
+local guards, kept_out -- of a decision: each guarded tier, the tiers below it and the most that these hold; which tiers it kept out (rule 10)
 local verdicts, accounts, counts, forgotten -- of tenants' limits: packed answers; what was read or changed; replicas whose counts go
 local needs, granted -- ticket -> what it needs; what is admitted, in order
 local NOBODY = {}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from sidecar.policy.choices import StoredTenants
 from sidecar.policy.model import Policy
+from sidecar.policy.secrets import secret
 from sidecar.policy.store import STORE_VARIABLE, StoreAddress, store_address
-from sidecar.secrets import secret
 from sidecar.tenants.records import StoredRecords
 from sidecar.tenants.usage_records import UsageRecords
 

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin import PORT_VARIABLE
 from sidecar.admission.controller import AdmissionController
+from sidecar.composition.observability import Observability
 from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineState
-from sidecar.observability import Observability
 from sidecar.server import CannotServe
 from sidecar.server.mounted import Lifespan, Services, Step
 from sidecar.server.own_limits import report_own_limit

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.apis import Api
-from sidecar.payload.decode import MEDIA_TOKENS, Payload, decode
-from sidecar.tokens import (
+from sidecar.lengths.token_estimates import (
     BYTES_PER_TOKEN,
     FEWEST_TENANTS,
     LONGEST_MODEL_NAME,
@@ -26,6 +25,7 @@ from sidecar.tokens import (
     TokenizerCounter,
     tokens_to_hold,
 )
+from sidecar.payload.decode import MEDIA_TOKENS, Payload, decode
 from tests.support.each import each
 
 
@@ -198,7 +198,7 @@ def test_the_ratios_of_many_tenants_are_sorted_only_now_and_then_and_where_a_new
     for number in range(800):
         estimator.learn(text, f"t{number}", 400)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("sidecar.tokens.sorted", counting, raising=False)
+        patched.setattr("sidecar.lengths.token_estimates.sorted", counting, raising=False)
         for number in range(800):
             estimator.learn(text, f"t{number}", 100)
         assert not sorts

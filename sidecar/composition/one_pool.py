@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.request_path import guarded_endpoint
-from sidecar.observability import Observability
+from sidecar.composition.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.choices import Mode
 from sidecar.policy.model import Policy, is_forced

@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from sidecar.serving import ServeSettings, Serving, load_policy
+from sidecar.composition.serving import ServeSettings, Serving, load_policy
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio

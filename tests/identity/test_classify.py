@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.apis import Api
-from sidecar.classify import MOST_KEPT, Asked, Classification, Classifier, Fallback, api_key
 from sidecar.engines import ENGINES
 from sidecar.engines.registry import client_headers
 from sidecar.errors import InvalidApiKey, UnknownTier
+from sidecar.identity.classify import MOST_KEPT, Asked, Classification, Classifier, Fallback, api_key
 from sidecar.payload.decode import decode
 from sidecar.policy.choices import TierSource
 from sidecar.policy.endpoint import Endpoint

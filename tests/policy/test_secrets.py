@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.secrets import key_in_file, secret, secret_for_header
+from sidecar.policy.secrets import key_in_file, secret, secret_for_header
 from tests.support.each import each
 
 

@@ -18,16 +18,16 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from sidecar.app import AdmissionMiddleware
+from sidecar.composition.one_pool import load_given
+from sidecar.composition.stores import find_store
 from sidecar.leases import Admission, ThreadAdmission
 from sidecar.leases.no_engine import NoEngineHere
 from sidecar.leases.threads import LoopThread
-from sidecar.one_pool import load_given
 from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE, store_address
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server import CannotServe
 from sidecar.server.app_lifespan import AppLifespan
-from sidecar.stores import find_store
 
 
 @asynccontextmanager
