@@ -46,4 +46,4 @@ async def require_neutral(control: Control, api: Api) -> None:
                     "the engine itself (docs/tools.md#replay says what to do where it has none)"
                 )
             if control.is_named:
-                await server.model()
+                await server.identity()

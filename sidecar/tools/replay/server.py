@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from sidecar.engines import Engine
-from sidecar.engines.discovery import engine_by_owner
+from sidecar.engines.discovery import Identity, identify_by_models
+from sidecar.engines.pages import Page
 from sidecar.errors import CapacityUnknown, Draining, InvalidApiKey, InvalidBody, StoreUnavailable
 from sidecar.tools.loadgen.answer import read_problem
 from sidecar.tools.loadgen.pages import why_not
@@ -28,16 +27,6 @@ class ServerNoAnswer(Exception):
     """The server cannot be asked. One line, with what it said."""
 
 
-class _Card(msgspec.Struct):
-    id: str
-    owned_by: str | None = None
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
-
-
 class _Code(msgspec.Struct):
     code: str | int | None = None
 
@@ -48,15 +37,6 @@ class _Refusal(msgspec.Struct):
 
 class _Count(msgspec.Struct):
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The model that is served first. `engine` is None where the server does not say, as is `context_tokens`."""
-
-    name: str
-    engine: type[Engine] | None
-    context_tokens: int | None
 
 
 class AskedServer(AbstractAsyncContextManager["AskedServer"]):
@@ -70,17 +50,21 @@ class AskedServer(AbstractAsyncContextManager["AskedServer"]):
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def model(self) -> Model:
-        """The first of `/v1/models`. Raises ServerNoAnswer."""
-        body = await self._ask("GET", "/v1/models")
-        try:
-            cards = msgspec.json.decode(body, type=_Cards).data
-        except (msgspec.MsgspecError, RecursionError):
-            raise ServerNoAnswer(f"{self.url}/v1/models answers something else than a list of models") from None
-        if not cards:
+    @property
+    def host(self) -> object | None:
+        """It runs elsewhere."""
+        return None
+
+    async def get(self, path: str) -> Page:
+        """See `Pages.get`. Raises ServerNoAnswer for all but an answer of 200."""
+        return Page(200, (await self._ask("GET", path)).decode("utf-8", "replace"))
+
+    async def identity(self) -> Identity:
+        """The model that is served first, and the engine, by `/v1/models`. Raises ServerNoAnswer where it has none."""
+        found = await identify_by_models(self)
+        if found.model is None:
             raise ServerNoAnswer(f"{self.url}/v1/models has no model; is the engine still loading it?")
-        card = cards[0]
-        return Model(card.id, engine_by_owner(card.owned_by), card.max_model_len)
+        return found
 
     async def count(self, body: Mapping[str, Any]) -> int | None:
         """The tokens of a prompt, by the engine's own `/tokenize`; None where it has none, or not for such a body.
