@@ -28,7 +28,6 @@ from sidecar.policy.problems import PolicyError
 from sidecar.policy.secrets import key_in_file
 from sidecar.server.open_files import raise_limit
 from sidecar.tools.replay.comparison import comparison
-from sidecar.tools.replay.control import Control, NotNeutral, require_neutral
 from sidecar.tools.replay.figures import RunFigures
 from sidecar.tools.replay.plan import TIER_HEADER, Asking, BadTier, By, Sizing, assign, ladder, rounding_s, schedule
 from sidecar.tools.replay.prompts import Writer
@@ -43,7 +42,7 @@ from sidecar.tools.replay.run import (
     runs,
     too_long,
 )
-from sidecar.tools.replay.server import ServerNoAnswer
+from sidecar.tools.replay.server import Control, NotNeutral, ServerNoAnswer, require_neutral
 from sidecar.tools.replay.table import advice, figures_as_json, kinds, requests_as_jsonl, table
 from sidecar.tools.replay.trace import BadTrace, Trace, TraceRow, read_trace
 

@@ -17,7 +17,8 @@ from sidecar.apis import Api
 from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.policy.model import Policy
 from sidecar.tools.loadgen import Planned
-from sidecar.tools.replay.prompts import PATHS, Conversation, Writer
+from sidecar.tools.replay.prompts import Conversation, Writer
+from sidecar.tools.replay.server import PATHS
 from sidecar.tools.replay.trace import BLOCK_TOKENS, TraceRow
 
 _APIS = {path: api for api, path in PATHS.items()}

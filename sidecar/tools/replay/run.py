@@ -10,11 +10,10 @@ from typing import Any
 from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.gain.token_deadlines import Objective
 from sidecar.tools.loadgen import Progress, Seen, play
-from sidecar.tools.replay.control import Control
 from sidecar.tools.replay.figures import RunFigures, door_wait, measure, request_id, starvation_by_request
 from sidecar.tools.replay.plan import Asking, By, plan
 from sidecar.tools.replay.prompts import Words, Writer, new_words
-from sidecar.tools.replay.server import AskedServer
+from sidecar.tools.replay.server import AskedServer, Control
 from sidecar.tools.replay.trace import Trace, TraceRow
 
 
