@@ -164,6 +164,7 @@ class RequestHandler:
                 self._settle(Outcome.FAILED, "background_timeout")
         elif self.stage is Stage.RUNNING:
             self._check_running(now_us, policy)
+        self._reporter.check(has_left=self._client.disconnected_us is not None)
 
     def _check_running(self, now_us: int, policy: Policy) -> None:
         disconnected_us, cut_us = self._client.disconnected_us, self._client.cut_us
@@ -290,8 +291,8 @@ class RequestHandler:
         """Notes the tier that is charged from `entered_us` on; None where the request did not enter the pool."""
         at_us = self._now_us() if entered_us is None else entered_us
         request, snapshot = self._request, self._snapshot
-        if objectives := snapshot.objectives:
-            self._reporter.gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)
+        if snapshot.objectives:
+            self._reporter.gain = self._controller.gain.follow(request, snapshot, at_us)
         self._reporter.classified(request, snapshot, at_us)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
@@ -340,8 +341,7 @@ class RequestHandler:
         usage = UsageReader() if self._route is None else self._route.usage
         reader = usage if gain is None else gain.sent(grant.engine, usage)
         first_byte = self._reporter.first_byte if self._route is None else self._first_byte
-        hooks = self._response_start, first_byte, self._settle
-        answer = Answer(usage, reader, self._client, self._call, *hooks)
+        answer = Answer(usage, reader, self._client, self._call, self._response_start, first_byte, self._settle)
         if cost is not None:
             answer.cost = CostReader(cost)
         if request.expected is not None:
