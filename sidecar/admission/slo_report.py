@@ -15,8 +15,9 @@ import msgspec
 
 from sidecar.events import Obstacle
 
-OWN_OBSTACLES = frozenset((Obstacle.ENGINE, Obstacle.STORE, Obstacle.LIMIT))
-"""Obstacles that would be there without less important work: no engine, no store, the tier's own limit."""
+OWN_OBSTACLES = frozenset((Obstacle.ENGINE, Obstacle.STORE, Obstacle.LIMIT, Obstacle.GUARDED))
+"""Obstacles that would be there without less important work: no engine, no store, the tier's own limit, and what a more
+important tier's objective leaves to it."""
 
 
 class SloReport(msgspec.Struct, eq=False):

@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sidecar.admission.slo_report import SloReport
 from sidecar.engines.watch import EngineState
+from sidecar.events import Obstacle
 from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
@@ -371,6 +373,18 @@ def test_waiting_for_the_tiers_own_limit_is_no_miss(tmp_path: Path) -> None:
         return world.noted
 
     assert play(tmp_path, scene, high=", limit: 25%") == [MET] * 5  # one first token, and the pace of all
+
+
+def test_which_obstacles_would_be_there_without_less_important_work() -> None:
+    for obstacle in Obstacle:
+        noted: list[bool] = []
+        report = SloReport(noted.append, 100)
+        report.queued(lambda: (obstacle, ""))  # noqa: B023
+        assert not report.ends(99)
+        assert report.ends(100)
+        report.first_token(is_missed=True)
+        excused = {Obstacle.ENGINE, Obstacle.STORE, Obstacle.LIMIT, Obstacle.GUARDED}
+        assert noted == ([] if obstacle in excused else [MISSED]), obstacle
 
 
 def test_waiting_that_began_before_the_tier_was_at_its_limit_is_no_miss(tmp_path: Path) -> None:
