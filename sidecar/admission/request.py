@@ -179,6 +179,7 @@ class RequestHandler(TurnUser):
                 self._settle(Outcome.FAILED, "background_timeout")
         elif self.stage is Stage.RUNNING:
             self._check_running(now_us, policy)
+        self._reporter.check(has_left=self._client.disconnected_us is not None)
 
     def _check_running(self, now_us: int, policy: Policy) -> None:
         disconnected_us, cut_us = self._client.disconnected_us, self._client.cut_us
@@ -254,8 +255,8 @@ class RequestHandler(TurnUser):
         """See `TurnUser`."""
         request, snapshot = self._request, self._snapshot
         at_us = self._now_us() if lease is None else lease.entered_us
-        if objectives := snapshot.objectives:
-            self._reporter.gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)
+        if snapshot.objectives:
+            self._reporter.gain = self._controller.gain.follow(request, snapshot, at_us)
         self._reporter.classified(request, snapshot, at_us)
         if lease is None:
             return
@@ -364,8 +365,7 @@ class RequestHandler(TurnUser):
         usage = UsageReader() if self._route is None else self._route.usage
         reader = usage if gain is None else gain.sent(grant.engine, usage)
         first_byte = self._reporter.first_byte if self._route is None else self._first_byte
-        hooks = self._response_start, first_byte, self._settle
-        answer = Answer(usage, reader, self._client, self._call, *hooks)
+        answer = Answer(usage, reader, self._client, self._call, self._response_start, first_byte, self._settle)
         if cost is not None:
             answer.cost = CostReader(cost)
         if request.expected is not None:

@@ -73,7 +73,6 @@ def _configure_prefix_cache(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="vLLM and SGLang: say in `usage` how many tokens were cached",
     )
-    add("--dev-mode", action="store_true", help="vLLM: VLLM_SERVER_DEV_MODE=1, for POST /reset_prefix_cache")
 
 
 def _configure_replicas(parser: argparse.ArgumentParser) -> None:
@@ -207,7 +206,6 @@ def _config(args: argparse.Namespace) -> EmulatorConfig:
         prefix_cache=args.enable_prefix_caching,
         block_tokens=args.block_size,
         cache_report=args.cache_report,
-        dev_mode=args.dev_mode,
         shutdown_timeout_s=args.shutdown_timeout,
         faults=tuple(args.fault),
     )

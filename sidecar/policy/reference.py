@@ -37,10 +37,9 @@ anonymous: normal
 tenants: tenants/*.yaml
 ```
 
-Written by `python -m sidecar.policy.reference` from the models that read them; a test keeps it so. `policies/` has
-commented examples, and JSON Schemas for editors. `sidecar check` says what is wrong with a policy. Shares are written
-`20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`. In brackets stands a key's default (of several
-values the bold one), or how a value is written.
+`sidecar check` says what is wrong with a policy; [policies/](../policies/) has commented examples, and JSON Schemas for
+editors. Shares are written `20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`. In brackets stands
+a key's default (of several values the bold one), or how a value is written.
 """
 
 _Schema = dict[str, Any]
@@ -127,7 +126,7 @@ def _value(key: _Schema) -> str:
     if mapping_in(key) is not None:
         return "a list" if any(one.get("type") == "array" for one in (key, *key.get("anyOf", ()))) else ""
     kind = _describe(key)
-    if "`" in kind:
+    if "`" in kind and not (key.get("type") == "boolean" and "default" in key):
         return kind
     if key.get("default") is not None:
         return ""

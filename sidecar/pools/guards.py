@@ -12,7 +12,7 @@ from fractions import Fraction
 from sidecar.pools.calls import NO_GUARD, PPM, Call, GuardDecided, GuardHeld, Reply, SloSeen
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.guard import GuardState, Seen, decide
-from sidecar.scheduling.guarded import DECIDE_EVERY_US
+from sidecar.scheduling.guarded import DECIDE_EVERY_US, share_of
 from sidecar.scheduling.scheduler import Scheduler
 
 TOLD_EVERY_US = 1_000_000
@@ -108,12 +108,11 @@ class MemberGuard:
             if guarded is None or not of.share_ppm or reply.now_us < of.decided_us + DECIDE_EVERY_US:
                 continue
             below = pool.guards.held_below(guarded)
-            floors = pool.guards.floors_below(guarded)
             seen = Seen(
                 of.met,
                 of.missed,
-                guarded.share_of(below, pool.capacity),
-                guarded.share_of(floors, pool.capacity),
+                share_of(below, pool.capacity),
+                share_of(guarded.floors, pool.capacity),
                 of.has_kept_out,
             )
             before = GuardState(*of.state) if of.state else GuardState()

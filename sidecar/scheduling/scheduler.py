@@ -249,6 +249,11 @@ class Scheduler:
         """C, as of the last look."""
         return self._figures.capacity
 
+    @property
+    def held(self) -> Amount:
+        """The amount that engines hold."""
+        return self._total
+
     def _step(self, grants: list[EngineGrant]) -> bool:
         """Rule 6: the next step, one enters an engine or comes to stand in line. False where there is none."""
         self._choose_again()
@@ -353,9 +358,7 @@ class Scheduler:
         return TURN if below(held, reserve) and not self._owes(ticket.tier) else OTHER
 
     def place(self, ticket: Ticket, order_class: OrderClass) -> Place:
-        """Key that the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged
-        level.
-        """
+        """Key that the order compares. Turns: whose last admission is longest ago. Ties and others: by aged level."""
         before, key = 0, self.aged_level(ticket)
         if order_class == LINE:
             before = ticket.admission

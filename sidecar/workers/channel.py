@@ -1,8 +1,8 @@
 """Messages between the supervisor and a worker.
 
-A worker reports by one JSON object a line, through a pair of sockets. The worker's end of it has a second purpose: it
-closes when the supervisor is gone, however that ended. The supervisor sends signals: SIGTERM for an end in order, `CUT`
-for one at once, SIGHUP to read the policy's files.
+A worker's standard input is one end of a pair of sockets. It reports there by one JSON object a line, and it closes
+when the supervisor is gone, however that ended. The supervisor sends signals: SIGTERM for an end in order, `CUT` for
+one at once, SIGHUP to read the policy's files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ CUT = signal.SIGUSR1
 class Begin(msgspec.Struct, frozen=True):
     """Settings that a worker is started with.
 
-    `pages` is the path of the socket of its admin pages, `listener` the descriptor of the clients' socket. A worker
-    that `waits` listens when it can admit requests: others serve meanwhile, and one that listens gets its share of
-    connections.
+    `pages` is the address of its admin pages, a Unix socket in the supervisor's folder; `listener` is the descriptor of
+    the clients' socket. A worker that `waits` listens when it can admit requests: others serve meanwhile, and one that
+    listens gets its share of connections.
     """
 
     worker: int
@@ -50,7 +50,3 @@ class Report(msgspec.Struct, frozen=True):
     state: WorkerState
     reason: str = ""
     is_policy: bool = False
-
-    def line(self) -> bytes:
-        """The report as it travels."""
-        return msgspec.json.encode(self) + b"\n"

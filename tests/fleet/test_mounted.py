@@ -99,27 +99,6 @@ async def test_a_queue_at_one_does_not_keep_others_from_another(pair: Pair) -> N
 
 
 @pytest.mark.long
-async def test_a_killed_process_takes_its_engine_with_it(pair: Pair) -> None:
-    a, b = pair.apps
-    async with client_of(pair) as client:
-        lost = a.begin(client, 6, steps=1000, tier="high")
-        await until(lambda: b.pool(client), lambda pool: pool["leases"] == 4)
-        a.process.kill()
-        await asyncio.gather(*lost, return_exceptions=True)
-        answers = await asyncio.gather(*b.begin(client, 8, steps=10, tier="high"))
-        assert {status for status, _, _ in answers} == {200}
-        pool = await until(
-            lambda: b.pool(client), lambda pool: pool["capacity"]["requests"] == 4 and not pool["leases"]
-        )
-        assert pool["waiting"] == 0
-        assert set(await b.rows(client)) == {"b"}
-        again = pair.restart(0)
-        rows = await until(lambda: b.rows(client), lambda rows: len(rows) == 2)
-        assert rows["a"]["state"] == "ready"
-        assert await until(lambda: asked(client, again), lambda status: status) == 200
-
-
-@pytest.mark.long
 async def test_a_process_that_starts_again_at_once_is_another_incarnation(pair: Pair) -> None:
     """What the process before it held is never charged to its engine."""
     a, b = pair.apps
@@ -162,23 +141,6 @@ async def asked(client: aiohttp.ClientSession, app: MountedApp) -> int:
         return (await app.ask(client, steps=2, tier="high"))[0]
     except aiohttp.ClientConnectionError:
         return 0
-
-
-@pytest.mark.long
-async def test_while_the_store_is_lost_each_has_its_whole_engine(pair: Pair) -> None:
-    apps = pair.apps
-    async with client_of(pair) as client:
-        pair.store.kill()
-        for app in apps:
-            answers = await asyncio.gather(*app.begin(client, 9, steps=20, tier="high"))
-            assert {status for status, _, _ in answers} == {200}
-            assert (await app.counts(client))["most"] == 4
-            assert (await app.pool(client))["capacity"]["requests"] == 4
-        pair.store.restart()
-        await until(lambda: apps[0].pool(client), lambda pool: pool["capacity"]["requests"] == 8)
-        answers = await asyncio.gather(*apps[1].begin(client, 6, steps=5, tier="high"))
-        assert {status for status, _, _ in answers} == {200}
-        assert (await apps[1].counts(client))["most"] == 4
 
 
 @pytest.mark.long

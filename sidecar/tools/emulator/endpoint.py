@@ -49,6 +49,10 @@ class GeneratingEndpoint:
         except EngineRefusal as refusal:
             await _refuse(refusal, scope, receive, send)
             return
+        await self._serve(generation, scope, receive, send)
+
+    async def _serve(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers, and aborts a request whose client leaves."""
         watcher = asyncio.ensure_future(self._watch(receive, generation))
         try:
             await self._answer(generation, scope, receive, send)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -11,7 +10,7 @@ from typing import Any
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator.config import BLOCK_TOKENS, EmulatorConfig, Scheduling
 from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect
-from sidecar.tools.emulator.engine import EmulatedEngine, EmulatedLoad, Histogram
+from sidecar.tools.emulator.engine import EmulatedEngine, EmulatedLoad
 
 VERSIONS = {
     TensorRtLlm: "1.4.0rc1",
@@ -88,7 +87,8 @@ def sglang_model_info(config: EmulatorConfig) -> dict[str, Any]:
 def sglang_loads(engine: EmulatedEngine) -> dict[str, Any]:
     """SGLang's `/v1/loads`: one entry per data-parallel rank, of which there is one.
 
-    The fields are those of `LoadSnapshot.to_dict` without its optional sections. `utilization` is always 0 there, too.
+    The fields are those of `LoadSnapshot.to_dict` without its optional sections. Rates are not emulated:
+    they stay 0, as `utilization` does there, too.
     """
     config, load, occupancy = engine.config, engine.load, engine.occupancy
     rank = {
@@ -102,9 +102,7 @@ def sglang_loads(engine: EmulatedEngine) -> dict[str, Any]:
         "max_total_num_tokens": config.kv_capacity_tokens,
         "max_running_requests": config.steps.max_sequences,
         "token_usage": round(load.kv_tokens_held / config.kv_capacity_tokens, 4),
-        "gen_throughput": round(engine.generation_rate.tokens_per_s(asyncio.get_running_loop().time()), 2),
-        "cache_hit_rate": round(engine.last_hit_rate, 4),
-        "utilization": 0.0,
+        **dict.fromkeys(("gen_throughput", "cache_hit_rate", "utilization"), 0.0),
     }
     return {
         "timestamp": datetime.now(timezone.utc).isoformat(),
@@ -225,14 +223,6 @@ class Exposition:
         self.declare(name, "counter")
         self.sample(name, value, **labels)
 
-    def histogram(self, name: str, histogram: Histogram) -> None:
-        """A family of one histogram."""
-        self.declare(name, "histogram")
-        for bound, count in histogram.buckets():
-            self.sample(f"{name}_bucket", count, le=bound)
-        self.sample(f"{name}_sum", histogram.sum)
-        self.sample(f"{name}_count", histogram.count)
-
 
 def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
@@ -245,18 +235,10 @@ def trtllm_text(engine: EmulatedEngine) -> str:
     page.gauge("trtllm_num_requests_running", load.running)
     page.gauge("trtllm_num_requests_waiting", load.waiting)
     page.gauge("trtllm_max_num_active_requests", config.steps.max_sequences)
-    page.gauge("trtllm_max_batch_size_static", config.steps.max_sequences)
-    page.gauge("trtllm_max_batch_size_runtime", config.steps.max_sequences)
-    page.gauge("trtllm_max_num_tokens_runtime", config.steps.chunk_tokens + config.steps.max_sequences)
     page.gauge("trtllm_kv_cache_max_blocks", config.kv_capacity_tokens // config.block_size)
     page.gauge("trtllm_kv_cache_tokens_per_block", config.block_size)
     page.gauge("trtllm_num_paused_requests", load.paused)
-    page.gauge("trtllm_kv_cache_hit_rate", load.block_hit_rate)
-    page.counter("trtllm_kv_cache_reused_blocks_total", load.reused_blocks)
-    page.counter("trtllm_kv_cache_missed_blocks_total", load.missed_blocks)
     page.gauge("trtllm_kv_cache_utilization", load.kv_tokens_held / config.kv_capacity_tokens)
-    page.histogram("trtllm_request_queue_time_seconds", engine.queue_time_s)
-    page.counter("trtllm_request_error_total", engine.refused)
     return str(page)
 
 
@@ -281,9 +263,6 @@ def _iteration(engine: EmulatedEngine, number: int, load: EmulatedLoad) -> dict[
             "usedNumBlocks": used,
             "freeNumBlocks": most - used,
             "tokensPerBlock": block_tokens,
-            "reusedBlocks": load.reused_blocks,
-            "missedBlocks": load.missed_blocks,
-            "cacheHitRate": load.block_hit_rate,
         },
     }
 
@@ -294,17 +273,12 @@ def vllm_text(engine: EmulatedEngine) -> str:
     page = Exposition(engine="0", model_name=config.model)
     page.gauge("vllm:num_requests_running", load.running)
     page.gauge("vllm:num_requests_waiting", load.waiting)
-    page.declare("vllm:num_requests_waiting_by_reason", "gauge")
-    page.sample("vllm:num_requests_waiting_by_reason", load.waiting, reason="capacity")
-    page.sample("vllm:num_requests_waiting_by_reason", 0, reason="deferred")
     page.gauge("vllm:kv_cache_usage_perc", load.kv_tokens_held / config.kv_capacity_tokens)
     page.counter("vllm:prefix_cache_queries_total", engine.core.cache.queried_tokens)
     page.counter("vllm:prefix_cache_hits_total", engine.core.cache.hit_tokens)
     page.counter("vllm:num_preemptions_total", engine.core.preemptions)
     page.counter("vllm:generation_tokens_total", engine.generated_tokens)
     page.counter("vllm:request_success_total", engine.finished, finished_reason="length")
-    page.counter("vllm:admission_rejections_total", engine.refused, reason="queue_overflow")
-    page.histogram("vllm:request_queue_time_seconds", engine.queue_time_s)
     blocks = {
         "block_size": str(config.block_size),
         "num_gpu_blocks": str(config.kv_capacity_tokens // config.block_size),
@@ -330,12 +304,8 @@ def sglang_text(engine: EmulatedEngine) -> str:
     page.gauge("sglang:token_usage", load.kv_tokens_held / config.kv_capacity_tokens)
     page.gauge("sglang:max_total_num_tokens", config.kv_capacity_tokens)
     page.gauge("sglang:kv_available_tokens", config.kv_capacity_tokens - load.kv_tokens_held)
-    page.gauge("sglang:cache_hit_rate", engine.last_hit_rate)
-    page.counter("sglang:prompt_tokens_total", engine.prompt_tokens)
-    page.counter("sglang:cached_tokens_total", engine.cached_tokens, cache_source="device")
     page.gauge("sglang:num_retracted_reqs", load.paused)
     page.counter("sglang:num_retracted_requests_total", engine.core.preemptions)
-    page.histogram("sglang:queue_time_seconds", engine.queue_time_s)
     return str(page)
 
 
@@ -357,18 +327,13 @@ def dynamo_text(engine: EmulatedEngine) -> str:
     page.gauge("dynamo_frontend_model_max_num_seqs", config.steps.max_sequences)
     page.gauge("dynamo_frontend_model_total_kv_blocks", config.kv_capacity_tokens // config.block_size)
     page.gauge("dynamo_frontend_model_kv_cache_block_size", config.block_size)
-    page.histogram("dynamo_frontend_cached_tokens", engine.cached_tokens_by_request)
     if not config.lists_workers:
         page.gauge("dynamo_frontend_router_worker_state", 1, **_WORKER)
     page.gauge("dynamo_frontend_queued_requests", load.waiting)
     page.gauge("dynamo_frontend_inflight_requests", load.running + load.waiting)
-    page.gauge("dynamo_frontend_active_requests", load.running)
     # Without the router's queue requests wait in the workers, which the frontend does not show.
     pending = load.waiting if config.scheduling is Scheduling.PRIORITY else 0
     page.gauge("dynamo_frontend_router_queue_pending_requests", pending, worker_type="decode")
-    page.counter("dynamo_frontend_disconnected_clients", engine.aborted)
-    page.counter("dynamo_frontend_model_rejection_total", engine.refused)
-    page.counter("dynamo_frontend_requests_total", engine.finished, status="success")
     return str(page)
 
 
