@@ -98,9 +98,9 @@ class Guards:
         """The amount that the tiers below it hold."""
         return _sum(self._scheduler.tiers[level].used for level in guarded.below)
 
-    def keeps_out(self, ticket: Ticket) -> bool:
-        """True if one of them leaves no room to a ticket that is beyond its floor."""
-        return any(True for _ in self._keeping_out(ticket, ()))
+    def keeping_out(self, ticket: Ticket) -> GuardedTier | None:
+        """The most important one that leaves no room to a ticket that is beyond its floor."""
+        return next(self._keeping_out(ticket, ()), None)
 
     def allowed(self, order: Iterable[Candidate]) -> list[Candidate]:
         """The order without those beyond their floors for which no room is left, and those like them that come after.
