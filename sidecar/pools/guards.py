@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import reduce
 
 from sidecar.pools.calls import NO_GUARD, PPM, Call, GuardDecided, GuardHeld, Reply, SloSeen
+from sidecar.scheduling.amounts import NOTHING, plus
 from sidecar.scheduling.figures import Rules
-from sidecar.scheduling.guard import GuardState, Seen, decide
+from sidecar.scheduling.guard import GuardedPeriod, GuardState, decide, first_state
 from sidecar.scheduling.guarded import DECIDE_EVERY_US, share_of
 from sidecar.scheduling.scheduler import Scheduler
 
@@ -108,14 +110,17 @@ class MemberGuard:
             if guarded is None or not of.share_ppm or reply.now_us < of.decided_us + DECIDE_EVERY_US:
                 continue
             below = pool.guards.held_below(guarded)
-            seen = Seen(
+            floors = share_of(guarded.floors, pool.capacity)
+            seen = GuardedPeriod(
                 of.met,
                 of.missed,
-                share_of(below, pool.capacity),
-                share_of(guarded.floors, pool.capacity),
+                # One ticket of them is let through at any share: where they hold no more, a smaller one is no help.
+                share_of(below, pool.capacity) if below[1] > 1 else 0.0,
+                share_of(reduce(plus, (tier.used for tier in pool.tiers), NOTHING), pool.capacity),
+                floors,
                 of.has_kept_out,
             )
-            before = GuardState(*of.state) if of.state else GuardState()
+            before = GuardState(*of.state) if of.state else first_state(floors)
             after = decide(before, seen, float(tier.hold))
             share_ppm = max(1, round(after.share * PPM))
             self._decided.append(
