@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from sidecar.admission.intake import SizedRequest, sized_ask
@@ -30,6 +30,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
 from sidecar.pools import Lease, Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
+from sidecar.tools.simulate.guarded import FollowedRequest, GuardResult, SimulatedGuards
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, SimulatedEngines
 
@@ -43,15 +44,24 @@ class _Held(TurnUser):
 
     `removed` is done when an engine no longer runs it: whether it waits again. One that `is_preempted` before it
     `is_sent` waits again without it. `left` is done when its client leaves
-    while it waits.
+    while it waits. `followed` is there for a guarded tier.
     """
 
     __slots__ = (
-        "_stage", "answer", "is_preempted", "is_sent", "left", "place", "removed", "request", "size", "sized", "turn",
+        "_stage", "answer", "followed", "is_preempted", "is_sent", "left", "place", "removed", "request", "size",
+        "sized", "turn",
     )  # fmt: skip
 
-    def __init__(self, request: Request, sized: SizedRequest, place: int, stage: SimulatedEngines) -> None:
+    def __init__(
+        self,
+        request: Request,
+        sized: SizedRequest,
+        place: int,
+        stage: SimulatedEngines,
+        followed: FollowedRequest | None,
+    ) -> None:
         self.request = request
+        self.followed = followed
         self.sized = sized
         self.place = place
         self.left: asyncio.Future[None] = stage.loop.create_future()
@@ -70,8 +80,12 @@ class _Held(TurnUser):
         """See `TurnUser`."""
         if lease is not None:
             lease.on_preempt = self._preempt
+        if self.followed is not None:
+            self.followed.entered(lease)
 
     def _preempt(self) -> None:
+        if self.followed is not None:
+            self.followed.preempted()
         if self.is_sent:
             self._stage.abort(self.request)
         else:
@@ -108,13 +122,18 @@ class ProductAdmission:
         self._gain.speeds = _TrueSpeeds(stage)
         self._names = [tier.name.encode() for tier in policy.tiers]
         self._held: dict[Request, _Held] = {}
+        self._guards = SimulatedGuards(policy, self._pool, stage)
         self._came = 0
+
+    def guarded(self) -> Mapping[str, GuardResult]:
+        """The tiers whose SLO is held, by name, at the end of the run."""
+        return self._guards.results()
 
     def arrives(self, request: Request) -> None:
         """See `Admission`."""
         self._came += 1
         sized = self._sized(request)
-        held = self._held[request] = _Held(request, sized, self._came, self._stage)
+        held = self._held[request] = _Held(request, sized, self._came, self._stage, self._guards.follow(request))
         self._stage.loop.create_task(self._serve(held)).add_done_callback(_raise_defect)
 
     def leaves(self, request: Request) -> None:
@@ -131,6 +150,8 @@ class ProductAdmission:
         held = self._held[request]
         held.turn.lease.keep()
         held.turn.lease.prefilled()
+        if held.followed is not None:
+            held.followed.first_token()
         self._look(held)
 
     def reached(self, request: Request) -> None:
@@ -147,6 +168,9 @@ class ProductAdmission:
         if held.sized.expected is not None:
             self._sizes.learn(held.sized.expected, held.answer, is_complete=True)
         held.turn.lease.settle(request.prompt + request.output)
+        if held.followed is not None:
+            held.followed.finished()
+        self._guards.finished(request)
         held.removed.set_result(False)
 
     def removed(self, request: Request) -> None:
@@ -230,7 +254,9 @@ class ProductAdmission:
         engine.report_at(request, held.size.next_look)
 
     def _end(self, request: Request, why: str) -> None:
-        del self._held[request]
+        held = self._held.pop(request)
+        if held.followed is not None:
+            held.followed.ended(is_abandoned=why == ABANDONED)
         self._stage.refuse(request, why)
 
 
