@@ -71,8 +71,6 @@ class Blocks:
                 run.append(names[0])
             elif kind == "removed" and self._tokens.pop(names[0], None) is not None:
                 publisher.publish_removed([_number(names[0])])
-            elif kind == "cleared":
-                publisher.publish_removed([_number(name) for name in self._tokens])
         if run:
             self._publish_run(run, parent, publisher)
 

@@ -1,4 +1,4 @@
-"""Clients of the demo: one fixed, seeded sequence of requests, which every run replays, and their results.
+"""Clients of the demo: one fixed, seeded sequence of requests, which every run replays.
 
 The loop is open: no client waits for an answer before it sends the next request. Each tier's requests are a Poisson
 process. Critical, high and normal together fill the engine; with low and batch it gets about a third more work than it
@@ -9,13 +9,12 @@ burst of critical requests within a tenth of a second.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
-from sidecar.tools import loadgen
-from sidecar.tools.loadgen import Planned, Progress
+from sidecar.tools.loadgen import Planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,72 +75,23 @@ def _arrival(at_s: float, stream: ArrivalStream, rng: random.Random) -> Arrival:
     return Arrival(at_s, stream, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS))
 
 
-ANSWER_WITHIN_S = 60.0
-DOOR_SEED = 1
-"""Seed of the choice among replicas, so that every demo spreads the same arrivals alike."""
 PATH = "/v1/chat/completions"
 _TEXT = "the queue serves a token under load while every tenant waits for some work before lunch and then goes home "
-
-
-@dataclass(frozen=True, slots=True)
-class ClientResult:
-    """One client's result. `ttft_s` is None where no answer came; `request_id` is the engine's own.
-
-    `sidecar` is the position of the server that was asked among the run's.
-    """
-
-    arrival: Arrival
-    ttft_s: float | None
-    door_wait_s: float
-    request_id: str | None
-    sidecar: int = 0
-
+_BYTES_PER_TOKEN = 4
 
 Asking = Callable[[ArrivalStream], tuple[Mapping[str, str], Mapping[str, object]]]
 """A request's headers and additional body members: what the three runs differ in."""
 
 
-async def play(
-    ports: Sequence[int], arrivals: Sequence[Arrival], asking: Asking, report: Callable[[float, Progress], None]
-) -> list[ClientResult]:
-    """Sends all arrivals to servers on loopback, each to one by chance, and returns what came back, in the same order.
-
-    `report` is called about four times a second with the seconds since the start.
-    """
-    seen = await loadgen.play(
-        [f"http://127.0.0.1:{port}" for port in ports],
-        [_planned(arrival, asking) for arrival in arrivals],
-        timeout_s=ANSWER_WITHIN_S,
-        report=report,
-        pick=random.Random(DOOR_SEED),
-    )
-    return [_seen(arrival, one) for arrival, one in zip(arrivals, seen, strict=True)]
-
-
-def _planned(arrival: Arrival, asking: Asking) -> Planned:
+def planned(arrival: Arrival, asking: Asking) -> Planned:
+    """The request of an arrival."""
     headers, members = asking(arrival.stream)
+    size = arrival.prompt_tokens * _BYTES_PER_TOKEN
     body = {
         "model": "emulated",
-        "messages": [{"role": "user", "content": _prompt(arrival.prompt_tokens)}],
+        "messages": [{"role": "user", "content": (_TEXT * (size // len(_TEXT) + 1))[:size]}],
         "max_tokens": arrival.output_tokens,
         "stream": True,
         **members,
     }
     return Planned(arrival.at_s, PATH, headers, msgspec.json.encode(body))
-
-
-def _seen(arrival: Arrival, seen: loadgen.Seen) -> ClientResult:
-    """The engine's own id is what follows the API's prefix in that of the answer."""
-    return ClientResult(
-        arrival=arrival,
-        ttft_s=seen.ttft_s if seen.is_complete else None,
-        door_wait_s=float(seen.headers.get("x-admission-wait-ms", 0)) / 1000,
-        request_id=None if seen.request_id is None else seen.request_id.rpartition("-")[2],
-        sidecar=seen.url_index,
-    )
-
-
-def _prompt(tokens: int) -> str:
-    """Text of about that many tokens, at the usual four bytes each."""
-    size = tokens * 4
-    return (_TEXT * (size // len(_TEXT) + 1))[:size]

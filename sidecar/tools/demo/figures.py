@@ -9,13 +9,15 @@ request that arrived later got a slot.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sidecar.tools.demo.clients import ClientResult
+from sidecar.tools.demo.clients import Arrival
 from sidecar.tools.emulator.generation import ServedGeneration
-from sidecar.tools.loadgen import quantile, starvation_s
+from sidecar.tools.loadgen import Seen, quantile, starvation_s
 
+WAIT_HEADER = "x-admission-wait-ms"
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 FILLED_AFTER_S = 2.0
 """Shares and utilization are those of the overload: from here on, when the engine is full, to the last arrival. A run
@@ -57,53 +59,63 @@ class RunMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    seen: ClientResult
+    tier: str
+    tokens: int
+    ttft_s: float
     arrived_s: float
     admitted_s: float
     end_s: float
 
-    @property
-    def tokens(self) -> int:
-        return self.seen.arrival.prompt_tokens + self.seen.arrival.output_tokens
-
 
 def measure(
-    name: str, tiers: Sequence[str], seen: Sequence[ClientResult], log: Sequence[ServedGeneration], slots: int
+    name: str,
+    tiers: Sequence[str],
+    arrivals: Sequence[Arrival],
+    seen: Sequence[Seen],
+    log: Sequence[ServedGeneration],
+    *,
+    slots: int,
 ) -> RunMeasurement:
-    """The figures of a run. `tiers` gives the order of the table, most important first."""
-    requests = _join(seen, log)
+    """The figures of a run. `tiers` gives the order of the table, most important first; `seen` is by arrival."""
+    requests = _join(arrivals, seen, log)
     if not requests:
         return RunMeasurement(name, 0.0, len(seen), {})
-    arrivals = sorted(request.arrived_s for request in requests)
-    began_s, ended_s = min(arrivals[0] + FILLED_AFTER_S, (arrivals[0] + arrivals[-1]) / 2), arrivals[-1]
+    times = sorted(request.arrived_s for request in requests)
+    began_s, ended_s = min(times[0] + FILLED_AFTER_S, (times[0] + times[-1]) / 2), times[-1]
     busy_s = sum(max(0.0, min(r.end_s, ended_s) - max(r.admitted_s, began_s)) for r in requests)
     starved_s = starvation_s([r.arrived_s for r in requests], [r.admitted_s for r in requests])
-    starvation = {id(request): seconds for request, seconds in zip(requests, starved_s, strict=True)}
     in_time = [request for request in requests if began_s <= request.admitted_s <= ended_s]
     all_tokens = sum(request.tokens for request in in_time) or 1
+    sent = Counter(arrival.stream.tier for arrival in arrivals)
     found: dict[str, TierMeasurement] = {}
     for tier in tiers:
-        mine = [request for request in requests if request.seen.arrival.stream.tier == tier]
+        mine = [
+            (request, starved) for request, starved in zip(requests, starved_s, strict=True) if request.tier == tier
+        ]
         if mine:
             found[tier] = TierMeasurement(
-                requests=sum(one.arrival.stream.tier == tier for one in seen),
+                requests=sent[tier],
                 answered=len(mine),
-                share=sum(r.tokens for r in in_time if r.seen.arrival.stream.tier == tier) / all_tokens,
-                ttft_s=_distribution([r.seen.ttft_s or 0.0 for r in mine]),
-                queue_wait_s=_distribution([r.admitted_s - r.arrived_s for r in mine]),
-                starvation_s=_distribution([starvation[id(r)] for r in mine]),
+                share=sum(request.tokens for request in in_time if request.tier == tier) / all_tokens,
+                ttft_s=_distribution([request.ttft_s for request, _ in mine]),
+                queue_wait_s=_distribution([request.admitted_s - request.arrived_s for request, _ in mine]),
+                starvation_s=_distribution([starved for _, starved in mine]),
             )
     utilization = busy_s / (slots * max(ended_s - began_s, 1e-9))
     return RunMeasurement(name, utilization, len(seen) - len(requests), found)
 
 
-def _join(seen: Sequence[ClientResult], log: Sequence[ServedGeneration]) -> list[_Request]:
+def _join(arrivals: Sequence[Arrival], seen: Sequence[Seen], log: Sequence[ServedGeneration]) -> list[_Request]:
+    """The answered requests. The engine's own id is what follows the API's prefix in that of the answer."""
     served = {record.request_id: record for record in log}
     joined: list[_Request] = []
-    for one in seen:
-        record = served.get(one.request_id or "")
-        if record is not None and record.admitted_s is not None and one.ttft_s is not None:
-            joined.append(_Request(one, record.arrival_s - one.door_wait_s, record.admitted_s, record.end_s))
+    for arrival, one in zip(arrivals, seen, strict=True):
+        record = served.get((one.request_id or "").rpartition("-")[2])
+        if record is None or record.admitted_s is None or not one.is_complete or one.ttft_s is None:
+            continue
+        arrived_s = record.arrival_s - float(one.headers.get(WAIT_HEADER, 0)) / 1000
+        tokens = arrival.prompt_tokens + arrival.output_tokens
+        joined.append(_Request(arrival.stream.tier, tokens, one.ttft_s, arrived_s, record.admitted_s, record.end_s))
     return joined
 
 

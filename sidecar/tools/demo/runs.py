@@ -22,11 +22,11 @@ from sidecar.admin import PORT_VARIABLE
 from sidecar.policy.model import Policy
 from sidecar.policy.secrets import FILE_SUFFIX
 from sidecar.policy.store import STORE_VARIABLE, StoreAddress, store_address
-from sidecar.tools.demo.clients import Arrival, ArrivalStream, Asking, play
+from sidecar.tools.demo.clients import Arrival, ArrivalStream, Asking, planned
 from sidecar.tools.demo.figures import RunMeasurement, measure
 from sidecar.tools.demo.server import LOG_PATH, slots
 from sidecar.tools.emulator.generation import ServedGeneration
-from sidecar.tools.loadgen import Progress
+from sidecar.tools.loadgen import Progress, play
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +109,16 @@ def play_run(
         stalled_s = progress.stalled_s
         report(elapsed_s, progress)
 
-    seen = asyncio.run(play(place.sidecars, arrivals, run.asking(policy), watch))
+    asking, urls = run.asking(policy), [f"http://127.0.0.1:{port}" for port in place.sidecars]
+    requests = [planned(arrival, asking) for arrival in arrivals]
+    seen = asyncio.run(play(urls, requests, timeout_s=ANSWER_WITHIN_S, report=watch))
     with urllib.request.urlopen(f"http://127.0.0.1:{place.log}{LOG_PATH}") as response:
         log = msgspec.json.decode(response.read(), type=list[ServedGeneration])
-    measured = measure(run.name, [tier.name for tier in policy.tiers], seen, log, slots(policy))
-    figures = replace(measured, stalled_s=stalled_s)
-    if not run.has_admission:
-        return figures
-    answered = Counter(one.sidecar for one in seen if one.ttft_s is not None)
-    replicas = len(place.sidecars)
-    return replace(figures, replicas=replicas, answered_by_replica=[answered[index] for index in range(replicas)])
+    measured = measure(run.name, [tier.name for tier in policy.tiers], arrivals, seen, log, slots=slots(policy))
+    answered = Counter(one.url_index for one in seen if one.is_complete)
+    replicas = len(place.sidecars) if run.has_admission else 0
+    by_replica = [answered[index] for index in range(replicas)]
+    return replace(measured, stalled_s=stalled_s, replicas=replicas, answered_by_replica=by_replica)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,7 @@ class Sharing:
 
 _LEFT_OUT = frozenset((STORE_VARIABLE, STORE_VARIABLE + FILE_SUFFIX, PORT_VARIABLE))
 """The user's own settings that are not for the demo's servers: their store, and the port of their admin pages."""
+ANSWER_WITHIN_S = 60.0
 END_WITHIN_S = 1.0
 """A server that has not ended in order until then is killed. The demo's clients are gone by then."""
 
@@ -165,26 +166,24 @@ def servers(runs: Sequence[DemoRun], policy_path: Path, *, has_page: bool) -> It
     """
     admitting = "page" if has_page else "admission"
     kinds = [admitting if run.has_admission and run.sharing is None else "alone" for run in runs]
-    engines = [("sidecar.tools.demo.server", kind, str(policy_path)) for kind in kinds]
-    with _processes(engines) as ports, contextlib.ExitStack() as replicas:
+    with _processes([(kind, str(policy_path)) for kind in kinds]) as ports, contextlib.ExitStack() as replicas:
         places: dict[str, RunServers] = {}
         for run, engine in zip(runs, ports, strict=True):
             sidecars: Sequence[_Ports] = (engine,)
             if run.sharing is not None:
-                command = ("sidecar.tools.demo.replica", admitting, str(policy_path), run.sharing.pool)
-                proxies = [(*command, f"http://127.0.0.1:{engine.api}")] * run.sharing.replicas
-                sidecars = replicas.enter_context(_processes(proxies, run.sharing.store))
+                replica = (admitting, str(policy_path), run.sharing.pool, f"http://127.0.0.1:{engine.api}")
+                sidecars = replicas.enter_context(_processes([replica] * run.sharing.replicas, run.sharing.store))
             page = sidecars[0].admin if run.has_admission and has_page else None
             places[run.name] = RunServers([one.api for one in sidecars], engine.admin, page)
         yield places
 
 
 @contextlib.contextmanager
-def _processes(commands: Sequence[Sequence[str]], store: str | None = None) -> Iterator[Sequence[_Ports]]:
-    """Starts Python modules with their arguments, all at once, gives the ports that they print, and ends them."""
+def _processes(arguments: Sequence[Sequence[str]], store: str | None = None) -> Iterator[Sequence[_Ports]]:
+    """Starts `demo.server` once for each of these, all at once, gives the ports that they print, and ends them."""
     processes: list[subprocess.Popen[str]] = []
     try:
-        processes += (_start(command, store) for command in commands)
+        processes += (_start(each, store) for each in arguments)
         yield [_Ports(_read_port(process), _read_port(process)) for process in processes]
     finally:
         _end(processes)
@@ -202,12 +201,12 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
                 process.kill()
 
 
-def _start(command: Sequence[str], store: str | None) -> subprocess.Popen[str]:
+def _start(arguments: Sequence[str], store: str | None) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
     if store is not None:
         environment[STORE_VARIABLE] = store
     return subprocess.Popen(
-        [sys.executable, "-m", *command],
+        [sys.executable, "-m", "sidecar.tools.demo.server", *arguments],
         stdin=subprocess.PIPE,  # see `end_with_parent`
         stdout=subprocess.PIPE,
         text=True,

@@ -1,17 +1,24 @@
-"""Server process of one demo run: an emulated TensorRT-LLM, alone or with the middleware mounted.
+"""Server process of a demo run: an emulated TensorRT-LLM, alone or with the middleware mounted, or a sidecar before it.
 
-`python -m sidecar.tools.demo.server page|admission|alone POLICY` listens on two free ports of loopback and prints them:
-that of the API, and that of the admin pages. There, `GET /demo/log` gives the engine's record of every request, which
-the demo joins with its clients' results. `page` is `admission` with the live page. The process ends when its standard
-input does.
+`python -m sidecar.tools.demo.server page|admission|alone POLICY [POOL ENGINE]` listens on two free ports of loopback
+and prints them: that of the API, and that of the admin pages. There, `GET /demo/log` gives the engine's record of every
+request, which the demo joins with its clients' results. `page` is `admission` with the live page. The process ends when
+its standard input does.
+
+With POOL and ENGINE it is one of several replicas before the same engine, and runs what `sidecar serve` runs. It takes
+the store from `SIDECAR_STORE`, and prints one line that says why where that cannot hold the pool. No argument holds the
+store's address: it may contain a password, and every user of the machine can read arguments.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import asdict, replace
 
 import msgspec
@@ -22,7 +29,11 @@ from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access, AdminGuard
 from sidecar.app import AdmissionMiddleware
 from sidecar.engines import TensorRtLlm
+from sidecar.events import StoreState
 from sidecar.policy.model import Policy
+from sidecar.policy.store import STORE_VARIABLE, store_address
+from sidecar.pools import Pool
+from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server import server
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 
@@ -30,6 +41,8 @@ LOG_PATH = "/demo/log"
 HOST = "127.0.0.1"
 GRACE_S = 0.5
 """When a demo is over no request is under way; when it is broken off no client waits for one."""
+STORE_WITHIN_S = 2.0
+"""Some attempts to reach the store: where many processes start at once, the first may be too slow."""
 
 # A step of a full batch takes 46 ms, so 156 sequences give about 3,500 tokens a second: 110 requests of this size, and
 # little enough work for the emulator that two cores are idle most of the time.
@@ -121,20 +134,46 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main(kind: str, policy_path: str) -> None:
+async def _serve_replica(middleware: AdmissionMiddleware, admin: ASGIApp) -> None:
+    if reason := await _why_not_shared(middleware.controller.pool):
+        say(f"the store {store_address(os.environ[STORE_VARIABLE])} cannot be used: {reason}")
+        await middleware.controller.pool.close()
+        return
+    await serve(middleware, admin, middleware)
+
+
+async def _why_not_shared(pool: Pool) -> str | None:
+    """Connects. None when the store has answered, otherwise what it is that does not work, in one line."""
+    logging.disable(logging.WARNING)  # every replica would say it; the demo does so once
+    deadline_s = time.monotonic() + STORE_WITHIN_S
+    await pool.open()
+    while pool.status.state is not StoreState.SHARED:
+        if time.monotonic() > deadline_s:
+            return pool.status.reason
+        await asyncio.sleep(0.1)
+    logging.disable(logging.NOTSET)
+    return None
+
+
+def main(kind: str, policy_path: str, pool: str = "demo", engine: str | None = None) -> None:
     """Serves until it is terminated."""
     from sidecar.policy.compiler import load
 
     end_with_parent()
-    policy = replace(load(policy_path), store=None, pool="demo")  # a pool in a store is none for a demo to play with
+    has_page, policy = kind == "page", load(policy_path)
+    if engine is not None:
+        shared = replace(policy, pool=pool, usage_days=0)  # the store keeps nothing of the demo
+        middleware = AdmissionMiddleware(ReverseProxy(engine), shared, is_shown=has_page)
+        server.run(_serve_replica(middleware, admin_pages(middleware, has_page=has_page)))
+        return
+    policy = replace(policy, store=None, pool=pool)  # a pool in a store is none for a demo to play with
     emulator = emulated_engine(policy)
     if kind == "alone":
         server.run(serve(emulator.app, with_log(emulator, Starlette()), None))
         return
-    middleware = AdmissionMiddleware(emulator.app, policy, is_shown=kind == "page", retry_handlers=True)
-    admin = admin_pages(middleware, has_page=kind == "page")
-    server.run(serve(middleware, with_log(emulator, admin), middleware))
+    middleware = AdmissionMiddleware(emulator.app, policy, is_shown=has_page, retry_handlers=True)
+    server.run(serve(middleware, with_log(emulator, admin_pages(middleware, has_page=has_page)), middleware))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:5])

@@ -21,7 +21,7 @@ from sidecar.tools.doctor.judgment import FEWEST, Judgment, ServedRequest, judge
 from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField
 from sidecar.tools.doctor.recommendation import Queueing
 from sidecar.tools.doctor.target import Clock, ExaminedServer
-from sidecar.tools.loadgen import Planned, Seen
+from sidecar.tools.loadgen import Planned, Seen, most_at_once
 
 LONGEST_PART = 0.5
 """Of the time that is left: a burst that takes longer is cut short, and judged by what came until then."""
@@ -130,14 +130,8 @@ class Burst:
 
     @property
     def at_once(self) -> int:
-        """How many ran at the same moment, as their clients saw it: from the first token to the end."""
-        moves = [(one.first_token_s, 1) for one in self.seen if one.first_token_s is not None]
-        moves += [(one.end_s, -1) for one in self.seen if one.first_token_s is not None]
-        running = most = 0
-        for _, step in sorted((moment, step) for moment, step in moves if moment is not None):
-            running += step
-            most = max(most, running)
-        return most
+        """How many ran at the same moment, as their clients saw it."""
+        return most_at_once(self.seen)
 
     @property
     def mean_at_once(self) -> float:

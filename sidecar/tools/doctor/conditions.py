@@ -41,6 +41,18 @@ class Condition:
     fix: str | None = None
 
 
+def _works(name: str, evidence: str) -> Condition:
+    return Condition(name, ConditionState.WORKS, evidence)
+
+
+def _broken(name: str, evidence: str, fix: str | None) -> Condition:
+    return Condition(name, ConditionState.BROKEN, evidence, fix)
+
+
+def _unknown(name: str, evidence: str, fix: str | None = None) -> Condition:
+    return Condition(name, ConditionState.UNKNOWN, evidence, fix)
+
+
 def conditions(survey: Survey, probed: Probed) -> Sequence[Condition]:
     """All four, in the order in which a request meets them."""
     return (
@@ -55,55 +67,46 @@ def read_only(survey: Survey) -> Sequence[Condition]:
     """The four conditions as far as they are known without a request."""
     facts, name = survey.facts, survey.engine.name
     schema = "its schema has the field" if facts.has_field else "no page says"
-    field = Condition("field path", ConditionState.UNKNOWN, f"{schema}; whether it gets there takes a request")
+    field = _unknown("field path", f"{schema}; whether it gets there takes a request")
     if facts.has_field is False:
-        field = Condition(
-            "field path",
-            ConditionState.BROKEN,
-            "/openapi.json has no `priority` for chat",
-            survey.engine.advice.refused,
-        )
-    scheduler = Condition(
-        "scheduler policy", ConditionState.UNKNOWN, f"no page of {name} says so; a burst would show it"
-    )
+        field = _broken("field path", "/openapi.json has no `priority` for chat", survey.engine.advice.refused)
+    scheduler = _unknown("scheduler policy", f"no page of {name} says so; a burst would show it")
     if facts.by_priority is not None:
         scheduler = _scheduler_condition(survey)
-    direction = Condition("direction", ConditionState.UNKNOWN, "takes a burst to see")
+    direction = _unknown("direction", "takes a burst to see")
     if facts.is_inverted:
-        direction = Condition("direction", ConditionState.BROKEN, _inverted_by(survey), inverted(survey.engine, facts))
+        direction = _broken("direction", _inverted_by(survey), inverted(survey.engine, facts))
     waiting = survey.gauges.waiting
     now = "no gauge to read" if waiting is None else f"{waiting} wait in the engine now"
-    return (field, scheduler, Condition("real queueing", ConditionState.UNKNOWN, now), direction)
+    return (field, scheduler, _unknown("real queueing", now), direction)
 
 
 def _field_path(survey: Survey, probed: Probed) -> Condition:
     name, first = "field path", probed.checks[0]
     if first.refusal is not None:
-        return Condition(name, ConditionState.BROKEN, first.evidence, survey.engine.advice.refused)
+        return _broken(name, first.evidence, survey.engine.advice.refused)
     if probed.is_sidecar:
         return _tiers(probed, first)
     used = probed.mixed[-1].plan.way if probed.mixed else None
     if probed.effect in SEEN:
         assert used is not None
-        return Condition(name, ConditionState.WORKS, f"the {used.title} changes the order in which requests are served")
+        return _works(name, f"the {used.title} changes the order in which requests are served")
     if probed.compared is not None and probed.compared.judgment.effect in SEEN:
         other = probed.compared.plan.way
         assert used is not None
         assert other is not None
         seen = f"the {other.title} changes the order, the same values as {used.title} do not"
-        return Condition(name, ConditionState.BROKEN, seen, dropped(survey.engine, used, other, survey.facts))
+        return _broken(name, seen, dropped(survey.engine, used, other, survey.facts))
     if _makes_no_difference(survey, probed):
         where = survey.facts.source("by_priority")
         seen = f"{where} says that the queue uses priority, yet the {first.way.title} makes no difference: it is lost"
-        return Condition(
-            name, ConditionState.BROKEN, f"{seen} or replaced on its way", unread(survey.engine, first.way)
-        )
+        return _broken(name, f"{seen} or replaced on its way", unread(survey.engine, first.way))
     if first.arrives is not None:
         state = ConditionState.WORKS if first.arrives else ConditionState.BROKEN
         mend = None if first.arrives else unread(survey.engine, first.way)
         return Condition(name, state, first.evidence, mend)
     others = "".join(f"; {one.evidence}" for one in probed.checks[1:])
-    return Condition(name, ConditionState.UNKNOWN, first.evidence + others)
+    return _unknown(name, first.evidence + others)
 
 
 def _shows_nothing(survey: Survey, probed: Probed) -> bool:
@@ -120,7 +123,7 @@ def _tiers(probed: Probed, first: Check) -> Condition:
     """At one of our own sidecars: the tiers that it gave for the three asks."""
     name = "field path"
     if not probed.mixed:
-        return Condition(name, ConditionState.UNKNOWN, first.evidence)
+        return _unknown(name, first.evidence)
     given = probed.mixed[-1].tiers
     shown = ", ".join("/".join(names) if names else "none" for names in given)
     if len({name for names in given for name in names}) < len(given):
@@ -128,27 +131,25 @@ def _tiers(probed: Probed, first: Check) -> Condition:
             "give a key (SIDECAR_API_KEY or --key-file) whose tenant may ask for the best tier: a sidecar clamps what "
             "a key may not have"
         )
-        return Condition(name, ConditionState.BROKEN, f"asked for three tiers by {first.way.title}, got {shown}", more)
-    return Condition(name, ConditionState.WORKS, f"{first.way.title} = 1, 0.5, 0 gives the tiers {shown}")
+        return _broken(name, f"asked for three tiers by {first.way.title}, got {shown}", more)
+    return _works(name, f"{first.way.title} = 1, 0.5, 0 gives the tiers {shown}")
 
 
 def _scheduler(survey: Survey, probed: Probed) -> Condition:
     name = "scheduler policy"
     seen = next((burst for burst in _judged(probed) if burst.judgment.effect in SEEN), None)
     if seen is not None:
-        return Condition(name, ConditionState.WORKS, order(seen, probed.control))
+        return _works(name, order(seen, probed.control))
     if probed.effect is Effect.UNCLEAR:
         fix = "look whether only some of several replicas or data-parallel ranks use priority, then run this again"
-        return Condition(
-            name, ConditionState.UNKNOWN, f"the order is unclear: {order(probed.mixed[-1], probed.control)}", fix
-        )
+        return _unknown(name, f"the order is unclear: {order(probed.mixed[-1], probed.control)}", fix)
     arrives = any(one.arrives is not False and one.refusal is None for one in probed.checks)
     if _shows_nothing(survey, probed) and arrives and not _makes_no_difference(survey, probed):
         mend = None if probed.is_sidecar else survey.engine.advice.scheduler
-        return Condition(name, ConditionState.BROKEN, order(probed.mixed[-1], probed.control), mend)
+        return _broken(name, order(probed.mixed[-1], probed.control), mend)
     if survey.facts.by_priority is not None and not probed.is_sidecar:
         return _scheduler_condition(survey)
-    return Condition(name, ConditionState.UNKNOWN, "nothing that could show it has happened")
+    return _unknown(name, "nothing that could show it has happened")
 
 
 def _scheduler_condition(survey: Survey) -> Condition:
@@ -156,20 +157,18 @@ def _scheduler_condition(survey: Survey) -> Condition:
     facts, name = survey.facts, "scheduler policy"
     where = facts.source("by_priority")
     if facts.by_priority:
-        return Condition(name, ConditionState.WORKS, f"{where} says that the queue uses priority; not seen to")
-    return Condition(
-        name, ConditionState.BROKEN, f"{where} says that the queue is first come", survey.engine.advice.scheduler
-    )
+        return _works(name, f"{where} says that the queue uses priority; not seen to")
+    return _broken(name, f"{where} says that the queue is first come", survey.engine.advice.scheduler)
 
 
 def _queueing(survey: Survey, probed: Probed) -> Condition:
     name = "real queueing"
     if not probed.mixed:
-        return Condition(name, ConditionState.UNKNOWN, "no burst was sent, for the field gets nowhere")
+        return _unknown(name, "no burst was sent, for the field gets nowhere")
     burst, where = probed.mixed[-1], probed.queueing(survey)
     is_seen = any(one.judgment.effect in SEEN for one in _judged(probed))
     if is_seen or where in (Queueing.INSIDE, Queueing.BOUNDED):
-        return Condition(name, ConditionState.WORKS, waits(burst, probed))
+        return _works(name, waits(burst, probed))
     if where is Queueing.BEFORE:
         fix = (
             "something in front of the engine lets only so many requests through, and orders them itself: raise its "
@@ -177,11 +176,11 @@ def _queueing(survey: Survey, probed: Probed) -> Condition:
         )
         shown = f"but not inside the engine, whose own gauge showed {burst.waiting_inside} at most"
         seen = f"{waits(burst, probed)}, {shown}"
-        return Condition(name, ConditionState.BROKEN, seen, fix)
+        return _broken(name, seen, fix)
     if not probed.is_sidecar and seems_switched_off(burst, survey.engine):
         seen = f"{too_little(probed)}; the gauge of the router's queue stayed at 0"
-        return Condition(name, ConditionState.UNKNOWN, seen, survey.engine.advice.scheduler)
-    return Condition(name, ConditionState.UNKNOWN, too_little(probed), more(survey, burst))
+        return _unknown(name, seen, survey.engine.advice.scheduler)
+    return _unknown(name, too_little(probed), more(survey, burst))
 
 
 def _direction(survey: Survey, probed: Probed) -> Condition:
@@ -193,20 +192,13 @@ def _direction(survey: Survey, probed: Probed) -> Condition:
             first, other = probed.mixed[-1].plan.way, probed.compared.plan.way if probed.compared else None
             assert first is not None
             assert other is not None
-            return Condition(
-                name,
-                ConditionState.BROKEN,
-                f"by {first.title} the least important go first, by {other.title} they go last",
-                fix,
-            )
-        return Condition(name, ConditionState.BROKEN, _inverted_by(survey), fix)
+            return _broken(name, f"by {first.title} the least important go first, by {other.title} they go last", fix)
+        return _broken(name, _inverted_by(survey), fix)
     if Effect.BY_PRIORITY in effects:
-        return Condition(
-            name, ConditionState.WORKS, "the more important go first, with the values that the sidecar sends"
-        )
+        return _works(name, "the more important go first, with the values that the sidecar sends")
     if Effect.INVERTED in effects or survey.facts.is_inverted:
-        return Condition(name, ConditionState.BROKEN, _inverted_by(survey), inverted(survey.engine, survey.facts))
-    return Condition(name, ConditionState.UNKNOWN, "no order to see")
+        return _broken(name, _inverted_by(survey), inverted(survey.engine, survey.facts))
+    return _unknown(name, "no order to see")
 
 
 def _inverted_by(survey: Survey) -> str:

@@ -91,8 +91,6 @@ class Emulator:
             _page(metrics_path, lambda: Response(write(engine), media_type=engine_pages.Exposition.content_type)),
             _page("/openapi.json", lambda: engine_pages.openapi(config)),
         ]
-        if kind is TensorRtLlm:
-            routes.append(_page("/metrics", lambda: engine_pages.trtllm_iterations(engine)))
         if kind in (TensorRtLlm, Vllm):
             routes.append(_page("/version", lambda: {"version": engine_pages.VERSIONS[kind]}))
         if info := engine_pages.server_info(config):
@@ -106,8 +104,6 @@ class Emulator:
             ]
         if config.prefix_cache:
             routes.append(Route("/_emulator/kv_events", KvEvents(engine).respond))
-        if config.dev_mode:
-            routes.append(_page("/reset_prefix_cache", lambda: {"success": engine.reset_prefix_cache()}, "POST"))
         return routes
 
     def _sglang_pages(self, info: Mapping[str, Any] | None) -> list[BaseRoute]:
@@ -117,7 +113,6 @@ class Emulator:
             *(_page(path, lambda: model_info) for path in ("/model_info", "/get_model_info")),
             _page("/get_server_info", lambda: info),
             _page("/v1/loads", lambda: engine_pages.sglang_loads(self.engine)),
-            _page("/flush_cache", self._flush_cache, "GET", "POST"),
         ]
 
     def _health(self) -> Response | dict[str, Any]:
@@ -126,12 +121,6 @@ class Emulator:
             return engine_pages.dynamo_health(self.config)
         is_unwell = self.config.engine is Sglang and self.engine.is_stopping
         return Response(status_code=HTTPStatus.SERVICE_UNAVAILABLE if is_unwell else HTTPStatus.OK)
-
-    def _flush_cache(self) -> Response:
-        """SGLang's `/flush_cache`, which wants an empty queue as well."""
-        if self.engine.waiting or not self.engine.reset_prefix_cache():
-            return Response("Flush cache failed.\n", HTTPStatus.BAD_REQUEST)
-        return Response("Cache flushed.\n")
 
     def _responses(self) -> list[BaseRoute]:
         """Routes of an engine that runs responses in the background; they go before the plain one."""
@@ -145,7 +134,7 @@ class Emulator:
         ]
 
 
-def _page(path: str, answer: Callable[[], Any], *methods: str) -> Route:
+def _page(path: str, answer: Callable[[], Any]) -> Route:
     """A page to read; an answer that is no response yet is written as JSON."""
 
     async def respond(request: Request) -> Response:
@@ -153,4 +142,4 @@ def _page(path: str, answer: Callable[[], Any], *methods: str) -> Route:
         found = answer()
         return found if isinstance(found, Response) else JSONResponse(found)
 
-    return Route(path, respond, methods=methods or None)
+    return Route(path, respond)

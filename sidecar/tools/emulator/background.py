@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from sidecar.apis import Api
 from sidecar.engines import Sglang, Vllm
 from sidecar.tools.emulator import responses
-from sidecar.tools.emulator.dialects.base import EngineRefusal
 from sidecar.tools.emulator.endpoint import GeneratingEndpoint
 from sidecar.tools.emulator.engine import EmulatedEngine
 from sidecar.tools.emulator.generation import Generation
@@ -62,22 +62,12 @@ class Responses(GeneratingEndpoint):
         super().__init__(Api.RESPONSES, engine)
         self._stored: OrderedDict[str, Stored] = OrderedDict()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        try:
-            raw = await request.body()
-        except ClientDisconnect:
-            return
-        if not _is_background(raw):
-            await super().__call__(scope, _replayed(raw, receive), send)
-            return
-        try:
-            stored = self._begun(raw, request)
-        except EngineRefusal as refusal:
-            await JSONResponse(refusal.body, refusal.status)(scope, receive, send)
-            return
-        if stored.generation.ask.stream:
-            await self._answer(stored.generation, scope, receive, send)
+    async def _serve(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        stored = self._stored.get(responses.identifier(generation))
+        if stored is None:
+            await super()._serve(generation, scope, receive, send)
+        elif generation.ask.stream:
+            await self._answer(generation, scope, receive, send)
         else:
             await JSONResponse(stored.answer())(scope, receive, send)
 
@@ -94,16 +84,17 @@ class Responses(GeneratingEndpoint):
         self.engine.abort(stored.generation)
         return JSONResponse(stored.answer())
 
-    def _begun(self, raw: bytes, request: Request) -> Stored:
+    def _submit(self, raw: bytes, headers: Mapping[str, str]) -> Generation:
+        if not _is_background(raw):
+            return super()._submit(raw, headers)
         config = self.engine.config
         if not config.response_store:
             raise self.engine.dialect.refuse(self.api, HTTPStatus.BAD_REQUEST, _NOT_STORED[config.engine])
-        generation = self._submit(raw, request.headers)
-        stored = Stored(generation, int(time.time()))
-        self._stored[responses.identifier(generation)] = stored
+        generation = super()._submit(raw, headers)
+        self._stored[responses.identifier(generation)] = Stored(generation, int(time.time()))
         if len(self._stored) > MOST_STORED:
             self._stored.popitem(last=False)
-        return stored
+        return generation
 
     def _missing(self, request: Request) -> Response:
         message = f"Response with id '{request.path_params['response_id']}' not found."
@@ -127,12 +118,3 @@ def _is_yes(flag: object) -> bool:
         return TypeAdapter(bool).validate_python(flag)
     except ValidationError:
         return False
-
-
-def _replayed(raw: bytes, receive: Receive) -> Receive:
-    first: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
-
-    async def replay() -> Message:
-        return first.pop() if first else await receive()
-
-    return replay

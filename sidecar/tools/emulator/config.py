@@ -58,9 +58,9 @@ class EmulatorConfig:
     `prefix_cache` keeps the token blocks of prompts and outputs in the KV cache, in blocks of `block_tokens` (None: the
     engine's own size). Real engines have it on by default. Here it is off by default, because experiments send the same
     text again and again, as no one's users do. `cache_report` says in `usage` what was found: vLLM's
-    --enable-prompt-tokens-details, SGLang's --enable-cache-report, both off by default. `dev_mode` is vLLM's
-    VLLM_SERVER_DEV_MODE. `shutdown_timeout_s` is how long requests may run after SIGTERM (None: as long as this engine
-    lets them by default, see `shutdown.py`). `name` tells several engines apart. `faults` are set from the start.
+    --enable-prompt-tokens-details, SGLang's --enable-cache-report, both off by default. `shutdown_timeout_s` is how
+    long requests may run after SIGTERM (None: as long as this engine lets them by default, see `server.py`). `name`
+    tells several engines apart. `faults` are set from the start.
     """
 
     engine: type[Engine]
@@ -83,7 +83,6 @@ class EmulatorConfig:
     prefix_cache: bool = False
     block_tokens: int | None = None
     cache_report: bool = False
-    dev_mode: bool = False
     shutdown_timeout_s: float | None = None
     name: str = "engine"
     faults: tuple[Fault, ...] = ()
@@ -101,8 +100,6 @@ class EmulatorConfig:
             raise ValueError("shutdown_timeout_s must not be negative; 0 ends what runs at once")
         if self.cache_report and self.engine not in (Vllm, Sglang):
             raise ValueError(f"{self.engine.title} always reports cached tokens; it has no switch for it")
-        if self.dev_mode and self.engine is not Vllm:
-            raise ValueError("dev_mode is vLLM's VLLM_SERVER_DEV_MODE; no other engine has it")
         if not 0 < self.speed < math.inf:
             raise ValueError("speed must be above 0; 1 is as the step times say")
         if self.preempts and not self.has_kv_limit:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect
 from sidecar.tools.emulator.generation import GeneratedChoice, Generation, ServedGeneration
-from sidecar.tools.emulator.generation_rate import GenerationRate
 from sidecar.tools.emulator.occupancy import Occupancy
 from sidecar.tools.emulator.prompt_blocks import PromptChain
 from sidecar.tools.emulator.request import EngineRequest
@@ -25,40 +22,27 @@ from sidecar.tools.step_model.engine import PlanEnd, PlanStart, StepEngine
 from sidecar.tools.step_model.queue import KeyQueue, Rank
 
 LOG_LENGTH = 100_000  # served requests remembered: an hour of the demo, some 20 MB
-ITERATIONS_LENGTH = 1_000  # TensorRT-LLM's own iter_stats_max_iterations
-
-QUEUE_TIME_BOUNDS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)  # vLLM's
-CACHED_TOKENS_BOUNDS = (0, 64, 256, 1_024, 4_096, 16_384, 65_536)  # of the emulator's own choice
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedLoad:
     """The engine's gauges at one moment. `kv_tokens_held` is reserved, not yet written, KV included.
 
-    `reused_blocks` and `missed_blocks` count the prompt blocks of all admitted sequences. `paused` is how many
-    sequences the last step preempted.
+    `paused` is how many sequences the last step preempted.
     """
 
     running: int
     waiting: int
     kv_tokens_held: int
-    reused_blocks: int = 0
-    missed_blocks: int = 0
     paused: int = 0
-
-    @property
-    def block_hit_rate(self) -> float:
-        """The share of prompt blocks that were found; 0 before there were any."""
-        return self.reused_blocks / max(self.reused_blocks + self.missed_blocks, 1)
 
 
 class EmulatedEngine:
     """The state that every endpoint shares. Needs a running event loop only to submit.
 
-    `finished`, `aborted` and `refused` count requests; `running` and `waiting` count sequences. `prompt_tokens` and
-    `cached_tokens` are those of finished requests. `last_hit_rate` is the cached share of the prompt tokens of the last
-    step that had any. `is_stopping` after SIGTERM. `computed_s` is the time of all steps by the model, `lost_s`
-    what they took longer because the machine was busy: an engine that lost much is not as its model describes it.
+    `finished`, `aborted` and `refused` count requests; `running` and `waiting` count sequences. `is_stopping` after
+    SIGTERM. `computed_s` is the time of all steps by the model, `lost_s` what they took longer because the machine was
+    busy: an engine that lost much is not as its model describes it.
     """
 
     def __init__(self, config: EmulatorConfig, dialect: Dialect) -> None:
@@ -73,15 +57,10 @@ class EmulatedEngine:
         self.refused = 0
         self.occupancy = Occupancy()
         self.most_running = self.most_kv_tokens_held = 0
-        self.generated_tokens = self.prompt_tokens = self.cached_tokens = 0
-        self.last_hit_rate = 0.0
+        self.generated_tokens = 0
         self.computed_s = self.lost_s = 0.0
-        self.generation_rate = GenerationRate()
         self.is_stopping = False
-        self.cached_tokens_by_request = Histogram(CACHED_TOKENS_BOUNDS)
-        self.queue_time_s = Histogram(QUEUE_TIME_BOUNDS_S)
         self.log: deque[ServedGeneration] = deque(maxlen=LOG_LENGTH)
-        self.iterations: deque[tuple[int, EmulatedLoad]] = deque(maxlen=ITERATIONS_LENGTH)
         self.load_at_last_finish = EmulatedLoad(0, 0, 0)
         self._open: dict[Generation, None] = {}
         self._emptied = asyncio.Event()
@@ -110,28 +89,12 @@ class EmulatedEngine:
     @property
     def load(self) -> EmulatedLoad:
         """The gauges now."""
-        cache = self.core.cache
-        return EmulatedLoad(
-            self.running,
-            self.waiting,
-            cache.held_tokens,
-            cache.hit_blocks,
-            cache.missed_blocks,
-            self.core.last_preemptions,
-        )
+        return EmulatedLoad(self.running, self.waiting, self.core.cache.held_tokens, self.core.last_preemptions)
 
     @property
     def peak(self) -> int:
         """The most requests that were in it at once."""
         return self.occupancy.most_requests
-
-    def waiting_by_priority(self) -> Counter[float | None]:
-        """Requests that have no slot yet, by the priority that the engine read."""
-        return Counter(generation.rank.value for generation in self._open if generation.admitted_s is None)
-
-    def running_by_priority(self) -> Counter[float | None]:
-        """Requests that have a slot, by the priority that the engine read."""
-        return Counter(generation.rank.value for generation in self._open if generation.admitted_s is not None)
 
     def submit(self, ask: EngineRequest, rank: Rank, chains: Sequence[PromptChain] = ()) -> Generation:
         """Queues a request. `chains` are its prompts' token blocks, where the engine caches prefixes.
@@ -200,10 +163,6 @@ class EmulatedEngine:
         while self._open:
             self._emptied.clear()
             await self._emptied.wait()
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets every prefix. False, and nothing happens, while a sequence runs."""
-        return self.core.cache.reset()
 
     async def stop(self) -> None:
         """Aborts what is left and ends the task."""
@@ -294,7 +253,6 @@ class EmulatedEngine:
         while len(self.core):
             step = self.core.begin(0)
             self._admitted(step, loop.time())
-            self._measure(step)
             duration_s = (self.core.due_us or 0) / 1e6 / self.config.speed
             due_s += duration_s
             self.computed_s += duration_s
@@ -312,21 +270,12 @@ class EmulatedEngine:
         for choice in step.admitted:
             if choice.generation.admitted_s is None:
                 choice.generation.admitted_s = now_s
-            if not choice.preemptions:
-                self.queue_time_s.observe(now_s - choice.generation.arrival_s)
             self.occupancy.add(unprefilled_tokens=choice.expected_hit - choice.found_tokens)
-        self.iterations.append((self.core.steps + 1, self.load))
-
-    def _measure(self, step: PlanStart[GeneratedChoice]) -> None:
         self.most_running = max(self.most_running, self.running)
         self.most_kv_tokens_held = max(self.most_kv_tokens_held, self.core.cache.held_tokens)
-        found = sum(choice.found_tokens for choice in step.admitted)
-        if found or step.prefill_tokens:
-            self.last_hit_rate = found / (found + step.prefill_tokens)
 
     def _deliver(self, output: PlanEnd[GeneratedChoice], now_s: float) -> None:
         self.generated_tokens += len(output.emitted)
-        self.generation_rate.add(len(output.emitted), now_s)
         self.occupancy.add(unprefilled_tokens=-output.prefill_tokens)
         for choice in output.emitted:
             generation = choice.generation
@@ -343,34 +292,6 @@ class EmulatedEngine:
             self.load_at_last_finish = self.load
 
     def _finish(self, generation: Generation) -> None:
-        found = sum(prompt.found for prompt in generation.cached)
         self.finished += 1
-        self.prompt_tokens += generation.ask.prompt_tokens
-        self.cached_tokens += found
-        self.cached_tokens_by_request.observe(found)
         self._close(generation, aborted=False)
         generation.end()
-
-
-class Histogram:
-    """Observations in constant memory. `bounds` rise; +Inf is implied."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.sum = 0.0
-        self._counts = [0] * (len(self.bounds) + 1)
-
-    @property
-    def count(self) -> int:
-        """How many observations there were."""
-        return sum(self._counts)
-
-    def observe(self, value: float) -> None:
-        """Adds one observation."""
-        self.sum += value
-        self._counts[bisect_left(self.bounds, value)] += 1
-
-    def buckets(self) -> Iterator[tuple[str, int]]:
-        """Each bound as Prometheus writes it, with the count at or below it."""
-        names = [*map(str, self.bounds), "+Inf"]
-        return zip(names, accumulate(self._counts), strict=True)

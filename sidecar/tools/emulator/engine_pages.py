@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -10,8 +9,8 @@ from typing import Any
 
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator.config import BLOCK_TOKENS, EmulatorConfig, Scheduling
-from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect
-from sidecar.tools.emulator.engine import EmulatedEngine, EmulatedLoad, Histogram
+from sidecar.tools.emulator.dialects.base import Dialect
+from sidecar.tools.emulator.engine import EmulatedEngine
 
 VERSIONS = {
     TensorRtLlm: "1.4.0rc1",
@@ -88,7 +87,8 @@ def sglang_model_info(config: EmulatorConfig) -> dict[str, Any]:
 def sglang_loads(engine: EmulatedEngine) -> dict[str, Any]:
     """SGLang's `/v1/loads`: one entry per data-parallel rank, of which there is one.
 
-    The fields are those of `LoadSnapshot.to_dict` without its optional sections. `utilization` is always 0 there, too.
+    The fields are those of `LoadSnapshot.to_dict` without its optional sections. Rates are not emulated:
+    they stay 0, as `utilization` does there, too.
     """
     config, load, occupancy = engine.config, engine.load, engine.occupancy
     rank = {
@@ -102,9 +102,7 @@ def sglang_loads(engine: EmulatedEngine) -> dict[str, Any]:
         "max_total_num_tokens": config.kv_capacity_tokens,
         "max_running_requests": config.steps.max_sequences,
         "token_usage": round(load.kv_tokens_held / config.kv_capacity_tokens, 4),
-        "gen_throughput": round(engine.generation_rate.tokens_per_s(asyncio.get_running_loop().time()), 2),
-        "cache_hit_rate": round(engine.last_hit_rate, 4),
-        "utilization": 0.0,
+        **dict.fromkeys(("gen_throughput", "cache_hit_rate", "utilization"), 0.0),
     }
     return {
         "timestamp": datetime.now(timezone.utc).isoformat(),
@@ -130,7 +128,7 @@ def openapi(config: EmulatorConfig) -> dict[str, Any]:
         return {"openapi": "3.1.0", "info": info, "paths": {}, "components": {}}
     properties: dict[str, Any] = {"messages": {"type": "array"}, "model": {"type": "string"}}
     if config.priority_field:
-        properties["priority"] = _priority_schema(config.engine)
+        properties["priority"] = {"title": "Priority"}
     schemas = {
         name: {"type": "object", "properties": properties, "title": name}
         for name in ("ChatCompletionRequest", "CompletionRequest")
@@ -185,15 +183,6 @@ def emulator_state(engine: EmulatedEngine) -> dict[str, Any]:
     }
 
 
-def _priority_schema(engine: type[Engine]) -> dict[str, Any]:
-    if engine is TensorRtLlm:
-        number = {"type": "number", "minimum": 0.0, "maximum": 1.0}
-        return {"anyOf": [number, {"type": "null"}], "title": "Priority"}
-    if engine is Vllm:
-        return {"type": "integer", "minimum": INT64_MIN, "maximum": INT64_MAX, "default": 0, "title": "Priority"}
-    return {"anyOf": [{"type": "integer"}, {"type": "null"}], "title": "Priority"}
-
-
 class Exposition:
     """Prometheus text, written metric by metric. `labels` go on every sample."""
 
@@ -206,32 +195,18 @@ class Exposition:
     def __str__(self) -> str:
         return "\n".join(self._lines) + "\n"
 
-    def declare(self, name: str, kind: str) -> None:
-        """Starts a family."""
-        self._lines += [f"# HELP {name} Emulated.", f"# TYPE {name} {kind}"]
-
-    def sample(self, name: str, value: float, **labels: str) -> None:
-        """One line."""
+    def family(self, kind: str, name: str, value: float, **labels: str) -> None:
+        """A family of one sample."""
         pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in {**self._labels, **labels}.items())
-        self._lines.append(f"{name}{{{pairs}}} {float(value)}")
+        self._lines += [f"# HELP {name} Emulated.", f"# TYPE {name} {kind}", f"{name}{{{pairs}}} {float(value)}"]
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
-        """A family of one gauge."""
-        self.declare(name, "gauge")
-        self.sample(name, value, **labels)
+        """A gauge."""
+        self.family("gauge", name, value, **labels)
 
     def counter(self, name: str, value: float, **labels: str) -> None:
-        """A family of one counter."""
-        self.declare(name, "counter")
-        self.sample(name, value, **labels)
-
-    def histogram(self, name: str, histogram: Histogram) -> None:
-        """A family of one histogram."""
-        self.declare(name, "histogram")
-        for bound, count in histogram.buckets():
-            self.sample(f"{name}_bucket", count, le=bound)
-        self.sample(f"{name}_sum", histogram.sum)
-        self.sample(f"{name}_count", histogram.count)
+        """A counter."""
+        self.family("counter", name, value, **labels)
 
 
 def _escaped(text: str) -> str:
@@ -245,47 +220,11 @@ def trtllm_text(engine: EmulatedEngine) -> str:
     page.gauge("trtllm_num_requests_running", load.running)
     page.gauge("trtllm_num_requests_waiting", load.waiting)
     page.gauge("trtllm_max_num_active_requests", config.steps.max_sequences)
-    page.gauge("trtllm_max_batch_size_static", config.steps.max_sequences)
-    page.gauge("trtllm_max_batch_size_runtime", config.steps.max_sequences)
-    page.gauge("trtllm_max_num_tokens_runtime", config.steps.chunk_tokens + config.steps.max_sequences)
     page.gauge("trtllm_kv_cache_max_blocks", config.kv_capacity_tokens // config.block_size)
     page.gauge("trtllm_kv_cache_tokens_per_block", config.block_size)
     page.gauge("trtllm_num_paused_requests", load.paused)
-    page.gauge("trtllm_kv_cache_hit_rate", load.block_hit_rate)
-    page.counter("trtllm_kv_cache_reused_blocks_total", load.reused_blocks)
-    page.counter("trtllm_kv_cache_missed_blocks_total", load.missed_blocks)
     page.gauge("trtllm_kv_cache_utilization", load.kv_tokens_held / config.kv_capacity_tokens)
-    page.histogram("trtllm_request_queue_time_seconds", engine.queue_time_s)
-    page.counter("trtllm_request_error_total", engine.refused)
     return str(page)
-
-
-def trtllm_iterations(engine: EmulatedEngine) -> list[dict[str, Any]]:
-    """`/metrics`: JSON, one object per iteration since the last call. Reading is destructive."""
-    stats = [_iteration(engine, number, load) for number, load in engine.iterations]
-    engine.iterations.clear()
-    return stats
-
-
-def _iteration(engine: EmulatedEngine, number: int, load: EmulatedLoad) -> dict[str, Any]:
-    block_tokens = engine.config.block_size
-    most, used = engine.config.kv_capacity_tokens // block_tokens, load.kv_tokens_held // block_tokens
-    return {
-        "iter": number,
-        "numActiveRequests": load.running,
-        "numQueuedRequests": load.waiting,
-        "maxNumActiveRequests": engine.config.steps.max_sequences,
-        "inflightBatchingStats": {"numPausedRequests": load.paused},
-        "kvCacheStats": {
-            "maxNumBlocks": most,
-            "usedNumBlocks": used,
-            "freeNumBlocks": most - used,
-            "tokensPerBlock": block_tokens,
-            "reusedBlocks": load.reused_blocks,
-            "missedBlocks": load.missed_blocks,
-            "cacheHitRate": load.block_hit_rate,
-        },
-    }
 
 
 def vllm_text(engine: EmulatedEngine) -> str:
@@ -294,17 +233,12 @@ def vllm_text(engine: EmulatedEngine) -> str:
     page = Exposition(engine="0", model_name=config.model)
     page.gauge("vllm:num_requests_running", load.running)
     page.gauge("vllm:num_requests_waiting", load.waiting)
-    page.declare("vllm:num_requests_waiting_by_reason", "gauge")
-    page.sample("vllm:num_requests_waiting_by_reason", load.waiting, reason="capacity")
-    page.sample("vllm:num_requests_waiting_by_reason", 0, reason="deferred")
     page.gauge("vllm:kv_cache_usage_perc", load.kv_tokens_held / config.kv_capacity_tokens)
     page.counter("vllm:prefix_cache_queries_total", engine.core.cache.queried_tokens)
     page.counter("vllm:prefix_cache_hits_total", engine.core.cache.hit_tokens)
     page.counter("vllm:num_preemptions_total", engine.core.preemptions)
     page.counter("vllm:generation_tokens_total", engine.generated_tokens)
     page.counter("vllm:request_success_total", engine.finished, finished_reason="length")
-    page.counter("vllm:admission_rejections_total", engine.refused, reason="queue_overflow")
-    page.histogram("vllm:request_queue_time_seconds", engine.queue_time_s)
     blocks = {
         "block_size": str(config.block_size),
         "num_gpu_blocks": str(config.kv_capacity_tokens // config.block_size),
@@ -314,28 +248,16 @@ def vllm_text(engine: EmulatedEngine) -> str:
 
 
 def sglang_text(engine: EmulatedEngine) -> str:
-    """Its `/metrics`. Under priority scheduling the queue gauges have a label: the total, and one per value seen."""
+    """Its `/metrics`."""
     load, config = engine.load, engine.config
-    by_priority = config.scheduling is Scheduling.PRIORITY
     page = Exposition(model_name=config.model, engine_type="unified", tp_rank="0")
-    for name, total, counts in (
-        ("sglang:num_running_reqs", load.running, engine.running_by_priority()),
-        ("sglang:num_queue_reqs", load.waiting, engine.waiting_by_priority()),
-    ):
-        page.declare(name, "gauge")
-        page.sample(name, total, **({"priority": ""} if by_priority else {}))
-        for priority, count in counts.items() if by_priority else ():
-            if priority is not None:
-                page.sample(name, count, priority=str(priority))
+    page.gauge("sglang:num_running_reqs", load.running)
+    page.gauge("sglang:num_queue_reqs", load.waiting)
     page.gauge("sglang:token_usage", load.kv_tokens_held / config.kv_capacity_tokens)
     page.gauge("sglang:max_total_num_tokens", config.kv_capacity_tokens)
     page.gauge("sglang:kv_available_tokens", config.kv_capacity_tokens - load.kv_tokens_held)
-    page.gauge("sglang:cache_hit_rate", engine.last_hit_rate)
-    page.counter("sglang:prompt_tokens_total", engine.prompt_tokens)
-    page.counter("sglang:cached_tokens_total", engine.cached_tokens, cache_source="device")
     page.gauge("sglang:num_retracted_reqs", load.paused)
     page.counter("sglang:num_retracted_requests_total", engine.core.preemptions)
-    page.histogram("sglang:queue_time_seconds", engine.queue_time_s)
     return str(page)
 
 
@@ -357,18 +279,11 @@ def dynamo_text(engine: EmulatedEngine) -> str:
     page.gauge("dynamo_frontend_model_max_num_seqs", config.steps.max_sequences)
     page.gauge("dynamo_frontend_model_total_kv_blocks", config.kv_capacity_tokens // config.block_size)
     page.gauge("dynamo_frontend_model_kv_cache_block_size", config.block_size)
-    page.histogram("dynamo_frontend_cached_tokens", engine.cached_tokens_by_request)
     if not config.lists_workers:
         page.gauge("dynamo_frontend_router_worker_state", 1, **_WORKER)
-    page.gauge("dynamo_frontend_queued_requests", load.waiting)
-    page.gauge("dynamo_frontend_inflight_requests", load.running + load.waiting)
-    page.gauge("dynamo_frontend_active_requests", load.running)
     # Without the router's queue requests wait in the workers, which the frontend does not show.
     pending = load.waiting if config.scheduling is Scheduling.PRIORITY else 0
     page.gauge("dynamo_frontend_router_queue_pending_requests", pending, worker_type="decode")
-    page.counter("dynamo_frontend_disconnected_clients", engine.aborted)
-    page.counter("dynamo_frontend_model_rejection_total", engine.refused)
-    page.counter("dynamo_frontend_requests_total", engine.finished, status="success")
     return str(page)
 
 

@@ -1,10 +1,10 @@
 """KV events of the emulated engine: which blocks of tokens its prefix cache gains and loses, as they happen.
 
 `/_emulator/kv_events` is a stream of lines. Each is a JSON list of changes in their order: `["stored", block, parent]`
-(parent null for a prompt's first block), `["removed", block]`, `["cleared"]`. Blocks are named by their hashes in hex.
-The first line is an empty list: from then on nothing is missed. These are the events of vLLM's `--kv-events-config`
-(`vllm/distributed/kv_events.py`: BlockStored, BlockRemoved, AllBlocksCleared), which it sends over ZMQ. A router that
-follows an engine's cache needs them; see `benchmarks/fleet_routers/dynamo_worker.py`.
+(parent null for a prompt's first block), `["removed", block]`. Blocks are named by their hashes in hex. The first line
+is an empty list: from then on nothing is missed. These are the events of vLLM's `--kv-events-config`
+(`vllm/distributed/kv_events.py`: BlockStored, BlockRemoved), which it sends over ZMQ. A router that follows an engine's
+cache needs them; see `benchmarks/fleet_routers/dynamo_worker.py`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,6 @@ class KvEvents:
         """See `kv_cache.Observer`."""
         if self._listeners:
             self._tell(("removed", block.hex()))
-
-    def cleared(self) -> None:
-        """See `kv_cache.Observer`."""
-        self._tell(("cleared",))
 
     def _tell(self, change: Change) -> None:
         for listener in self._listeners:

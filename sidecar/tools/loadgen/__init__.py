@@ -5,7 +5,7 @@ Shared by `sidecar demo`, `sidecar replay`, `sidecar doctor` and the benchmarks.
 
 from __future__ import annotations
 
-from sidecar.tools.loadgen.client import Planned, Progress, Seen, play
+from sidecar.tools.loadgen.client import Planned, Progress, Seen, most_at_once, play
 from sidecar.tools.loadgen.statistics import Correlation, Distribution, quantile, spearman, starvation_s
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Planned",
     "Progress",
     "Seen",
+    "most_at_once",
     "play",
     "quantile",
     "spearman",

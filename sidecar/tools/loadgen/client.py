@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from sidecar.tools.loadgen.connection import ClientConnection, Target, connect
 
@@ -85,6 +86,13 @@ class Seen:
         if self.first_token_s is None or self.output_tokens < 2 or not self.is_complete:
             return None
         return (self.end_s - self.first_token_s) / (self.output_tokens - 1)
+
+
+def most_at_once(seen: Sequence[Seen]) -> int:
+    """How many ran at the same moment, as their clients saw it: from the first token to the end."""
+    moves = [(one.first_token_s, 1) for one in seen if one.first_token_s is not None]
+    moves += [(one.end_s, -1) for one in seen if one.first_token_s is not None]
+    return max(accumulate((step for _, step in sorted(moves)), initial=0))
 
 
 @dataclass(slots=True)

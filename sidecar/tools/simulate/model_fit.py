@@ -21,8 +21,7 @@ from typing import NamedTuple
 from sidecar.engines.base import Gauges
 from sidecar.engines.robust_line import Line, fitted
 from sidecar.tools.doctor.speed_probe import FEWEST_TOKENS, SpeedProbe
-from sidecar.tools.loadgen import Seen
-from sidecar.tools.loadgen.statistics import quantile
+from sidecar.tools.loadgen import Seen, most_at_once, quantile
 from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import SimulatedEngines, play
@@ -206,22 +205,10 @@ def max_sequences(gauges: Gauges, batches: Sequence[Sequence[Seen]]) -> tuple[in
     if gauges.max_running is not None:
         return gauges.max_running, "the engine says so"
     largest = max(batches, key=len, default=())
-    ran = at_once(largest)
+    ran = most_at_once(largest)
     if 0 < ran < QUEUED * len(largest):
         return ran, f"as many of {len(largest)} ran at once"
     return _DEFAULT.max_sequences, _WRITE
-
-
-def at_once(seen: Sequence[Seen]) -> int:
-    """How many ran at the same moment, as their clients saw it: from the first token to the end."""
-    moves = [
-        move for one in seen if one.first_token_s is not None for move in ((one.first_token_s, 1), (one.end_s, -1))
-    ]
-    running = most = 0
-    for _, step in sorted(moves):
-        running += step
-        most = max(most, running)
-    return most
 
 
 # -- predictions

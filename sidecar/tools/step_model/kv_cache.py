@@ -36,9 +36,6 @@ class PrefixObserver(Protocol):
     def removed(self, block: BlockHash) -> None:
         """A block was evicted."""
 
-    def cleared(self) -> None:
-        """Every block was forgotten."""
-
 
 class Holding:
     """Blocks that one running sequence holds. `cached_tokens` were found when it was admitted, so nothing computes
@@ -59,8 +56,7 @@ class KvCache:
     """The blocks of one engine. Not thread-safe, never awaits.
 
     A remainder of `capacity_tokens` that fills no block is never used. `queried_tokens` and `hit_tokens` count the
-    prompts of admitted sequences and what was found of them, `hit_blocks` and `missed_blocks` the same in blocks, the
-    last partial one included. Raises ValueError for a capacity below one block.
+    prompts of admitted sequences and what was found of them. Raises ValueError for a capacity below one block.
     """
 
     def __init__(self, capacity_tokens: int, block_tokens: int = 1, *, caches_prefixes: bool = False) -> None:
@@ -72,7 +68,6 @@ class KvCache:
         self.caches_prefixes = caches_prefixes
         self.blocks = capacity_tokens // block_tokens
         self.queried_tokens = self.hit_tokens = 0
-        self.hit_blocks = self.missed_blocks = 0
         self.observer: PrefixObserver | None = None
         self._private = 0
         self._holders: dict[BlockHash, int] = {}
@@ -116,7 +111,9 @@ class KvCache:
             self._hold(block)
         self._private += fresh
         self._evict()
-        self._count(len(found), prompt_tokens)
+        if self.caches_prefixes:
+            self.queried_tokens += prompt_tokens
+            self.hit_tokens += len(found) * self.block_tokens
         return Holding(self._blocks_for(tokens), found, self.block_tokens)
 
     def grow(self, holding: Holding, tokens: int) -> bool:
@@ -156,15 +153,6 @@ class KvCache:
                 del self._holders[block]
                 self._idle[block] = None
 
-    def reset(self) -> bool:
-        """Forgets every prefix. False, and nothing happens, while a sequence runs, as in vLLM and SGLang."""
-        if self._private or self._holders:
-            return False
-        self._idle.clear()
-        if self.observer is not None:
-            self.observer.cleared()
-        return True
-
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
@@ -186,10 +174,3 @@ class KvCache:
             block, _ = self._idle.popitem(last=False)
             if self.observer is not None:
                 self.observer.removed(block)
-
-    def _count(self, found: int, prompt_tokens: int) -> None:
-        if self.caches_prefixes:
-            self.queried_tokens += prompt_tokens
-            self.hit_tokens += found * self.block_tokens
-            self.hit_blocks += found
-            self.missed_blocks += self._blocks_for(prompt_tokens) - found

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from sidecar.tools.demo.clients import Arrival, ArrivalStream, ClientResult
+from sidecar.tools.demo.clients import Arrival, ArrivalStream
 from sidecar.tools.demo.figures import RunMeasurement, measure
 from sidecar.tools.emulator.generation import ServedGeneration
+from sidecar.tools.loadgen import Planned, Seen
 
 TIERS = ("high", "batch")
 
@@ -24,19 +25,23 @@ def request(
     tokens: int = 10,
     ttft_s: float | None = 1.0,
     door_wait_s: float = 0.0,
-) -> tuple[ClientResult, ServedGeneration]:
+) -> tuple[Arrival, Seen, ServedGeneration]:
     """What its client saw, and the engine's line of it. It reached the engine when the sidecar let it go."""
     arrival = Arrival(arrived_s, ArrivalStream(tier, "sk", 1.0), tokens // 2, tokens - tokens // 2)
-    seen = ClientResult(arrival, ttft_s, door_wait_s, f"{number:08d}")
+    error = "it failed" if ttft_s is None else None
+    headers = {"x-admission-wait-ms": f"{door_wait_s * 1000}"}
+    planned = Planned(arrived_s, "", {}, b"")
+    seen = Seen(planned, 0.0, ttft_s, 1.0, 200, error, 1, None, headers, f"chatcmpl-{number:08d}", 0)
     at_engine_s = arrived_s + door_wait_s
-    return seen, ServedGeneration(f"{number:08d}", None, at_engine_s, admitted_s, admitted_s, end_s, aborted=False)
+    log = ServedGeneration(f"{number:08d}", None, at_engine_s, admitted_s, admitted_s, end_s, aborted=False)
+    return arrival, seen, log
 
 
-def figures(requests: Sequence[tuple[ClientResult, ServedGeneration]], slots: int = 2) -> RunMeasurement:
-    seen, log = zip(*requests, strict=True)
+def figures(requests: Sequence[tuple[Arrival, Seen, ServedGeneration]], slots: int = 2) -> RunMeasurement:
+    arrivals, seen, log = zip(*requests, strict=True)
     shuffled = list(log)
     random.Random(1).shuffle(shuffled)
-    return measure("a run", TIERS, seen, shuffled, slots)
+    return measure("a run", TIERS, arrivals, seen, shuffled, slots=slots)
 
 
 def test_starvation_begins_when_somebody_who_came_later_goes_first() -> None:

@@ -35,9 +35,6 @@ class Follower:
     def removed(self, block: BlockHash) -> None:
         del self.parents[block]
 
-    def cleared(self) -> None:
-        self.parents.clear()
-
     def hit_blocks(self, prompt: list[BlockHash]) -> int:
         found = 0
         while found < len(prompt) and prompt[found] in self.parents:
@@ -67,8 +64,6 @@ def test_a_follower_predicts_every_hit_of_a_small_cache(seed: int) -> None:
             cache.publish(held, its, rng.randrange(len(its) * size + 1))
         while running and (holding is None or rng.random() < 0.5):
             cache.release(running.pop(rng.randrange(len(running)))[0])
-            if not running and rng.random() < 0.1:
-                assert cache.reset()
         assert len(follower.parents) == cache.cached_blocks
     assert hits > 100
 
@@ -87,9 +82,9 @@ async def changes(stream: aiohttp.StreamReader, count: int) -> list[Any]:
     return found
 
 
-async def test_the_stream_says_what_is_stored_removed_and_cleared() -> None:
+async def test_the_stream_says_what_is_stored_and_removed() -> None:
     steps = StepModel(kv_tokens=4 * 16, step_us=1_000)
-    async with emulated(VLLM, prefix_cache=True, dev_mode=True, steps=steps) as client, followed(client) as stream:
+    async with emulated(VLLM, prefix_cache=True, steps=steps) as client, followed(client) as stream:
         await client.post("completions", prompt=list(range(32)), max_tokens=1)
         [first, second] = await changes(stream, 2)
         assert (first[0], first[2], second[0], second[2]) == ("stored", None, "stored", first[1])
@@ -97,9 +92,6 @@ async def test_the_stream_says_what_is_stored_removed_and_cleared() -> None:
         later = await changes(stream, 5)
         assert [kind for kind, *_ in later] == ["removed", "removed", "stored", "stored", "stored"]
         assert [change[1] for change in later[:2]] == [second[1], first[1]]
-        async with client.session.post(client.url + "/reset_prefix_cache") as response:
-            assert response.status == 200
-        assert await changes(stream, 1) == [["cleared"]]
 
 
 async def test_what_is_hit_again_is_no_event() -> None:

@@ -106,45 +106,16 @@ async def test_without_a_prefix_cache_nothing_is_found_and_the_pages_say_so() ->
 
 async def test_the_metrics_have_each_engines_own_names_and_figures() -> None:
     expected = {
-        TRTLLM: {"trtllm_kv_cache_reused_blocks_total": 3, "trtllm_kv_cache_missed_blocks_total": 5,
-                 "trtllm_kv_cache_hit_rate": 0.375, "trtllm_kv_cache_tokens_per_block": 32},
+        TRTLLM: {"trtllm_kv_cache_tokens_per_block": 32},
         VLLM: {"vllm:prefix_cache_queries_total": 256, "vllm:prefix_cache_hits_total": 112},
-        SGLANG: {"sglang:cache_hit_rate": 127 / 128, "sglang:cached_tokens_total": 127,
-                 "sglang:prompt_tokens_total": 256},
-        DYNAMO: {"dynamo_frontend_cached_tokens_sum": 112, "dynamo_frontend_cached_tokens_count": 2,
-                 "dynamo_frontend_model_kv_cache_block_size": 16},
-    }  # fmt: skip
+        DYNAMO: {"dynamo_frontend_model_kv_cache_block_size": 16},
+    }
     for engine, figures in expected.items():
         async with emulated(engine, prefix_cache=True) as client:
             await twice(client, prompt=PROMPT)
             found = samples((await client.get("/prometheus/metrics" if engine is TRTLLM else "/metrics"))[1])
         by_name = {name.split("{")[0]: value for name, value in found.items()}
         assert {name: by_name.get(name) for name in figures} == figures
-
-
-async def test_only_an_idle_cache_is_emptied_by_vllm_in_its_dev_mode() -> None:
-    async with emulated(VLLM) as client, client.session.post(f"{client.url}/reset_prefix_cache") as answer:
-        assert answer.status == 404
-    async with emulated(VLLM, slots=2, prefix_cache=True, dev_mode=True, cache_report=True) as client:
-        await client.post("completions", prompt=PROMPT)
-        for is_busy in (True, False):
-            busy = await client.occupied() if is_busy else None
-            async with client.session.post(f"{client.url}/reset_prefix_cache") as answer:
-                assert (answer.status, await answer.json()) == (200, {"success": not is_busy})
-            if busy is not None:
-                assert details((await client.post("completions", prompt=PROMPT))[1]) == {"cached_tokens": 112}
-                await client.released(busy)
-                await client.until(lambda engine: engine.running == 0)
-        assert details((await client.post("completions", prompt=PROMPT))[1]) == {"cached_tokens": 0}
-
-
-async def test_sglang_flushes_its_cache_only_while_nothing_runs() -> None:
-    async with emulated(SGLANG, prefix_cache=True) as client:
-        busy = await client.occupied()
-        assert (await client.get("/flush_cache"))[0] == 400
-        await client.released(busy)
-        await client.until(lambda engine: engine.running == 0)
-        assert (await client.get("/flush_cache"))[0] == 200
 
 
 async def test_a_small_cache_serves_requests_that_fill_it_and_forgets_what_they_need() -> None:
@@ -163,7 +134,6 @@ async def test_a_small_cache_serves_requests_that_fill_it_and_forgets_what_they_
     "wrong",
     [
         {"engine": TRTLLM, "cache_report": True},
-        {"engine": SGLANG, "dev_mode": True},
         {"block_tokens": 16},
         {"block_tokens": 0, "prefix_cache": True},
         {"prefix_cache": True, "steps": StepModel(kv_tokens=15)},

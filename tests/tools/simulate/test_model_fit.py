@@ -15,8 +15,8 @@ from sidecar.engines.discovery import Identity
 from sidecar.tools.doctor.speed_probe import BATCHES, PROMPTS, SpeedProbe
 from sidecar.tools.doctor.survey import Survey
 from sidecar.tools.doctor.target import ExaminedServer
-from sidecar.tools.loadgen import Planned, Seen
-from sidecar.tools.simulate.model_fit import as_yaml, at_once, fit, max_sequences, predicted, report, step_times
+from sidecar.tools.loadgen import Planned, Seen, most_at_once
+from sidecar.tools.simulate.model_fit import as_yaml, fit, max_sequences, predicted, report, step_times
 from sidecar.tools.step_model.model import EngineModel, load_model, shipped
 
 OUTSIDE_S = 0.003
@@ -153,7 +153,7 @@ def test_cached_tokens_cost_nothing() -> None:
 def test_sizes_are_the_engines_own_then_what_ran_at_once_then_a_stated_default() -> None:
     assert max_sequences(Gauges(max_running=48), batches(TRUE)) == (48, "the engine says so")
     narrow = EngineModel(name="m", step_us=9_000.0, kv_tokens=200_000, max_sequences=8)
-    assert at_once(batches(narrow)[3]) == 8
+    assert most_at_once(batches(narrow)[3]) == 8
     assert max_sequences(Gauges(), batches(narrow)) == (8, "as many of 64 ran at once")
     assert max_sequences(Gauges(), batches(TRUE))[0] == 256
     assert "a default" in max_sequences(Gauges(), batches(TRUE))[1]

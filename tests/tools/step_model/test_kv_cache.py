@@ -171,15 +171,6 @@ def run(cache: KvCache, prompt: Tokens, output_tokens: int = 0) -> Holding:
     return holding
 
 
-def test_a_reset_needs_an_idle_cache() -> None:
-    cache = KvCache(64, 4, caches_prefixes=True)
-    running = run(cache, (1,) * 9)
-    assert not cache.reset()
-    cache.release(running)
-    assert cache.reset()
-    assert run(cache, (1,) * 9).cached_tokens == 0
-
-
 def test_without_prefixes_a_block_is_a_token_and_nothing_is_found() -> None:
     cache = KvCache(100)
     holding = cache.reserve(60, blocks_of((1,) * 50, 1), 50)
