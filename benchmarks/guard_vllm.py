@@ -121,7 +121,7 @@ GUARDED = Row(f"guard: hold {HOLD:.0%}", is_guarded=True)
 class Figures:
     """One row. Milliseconds, shares of the interactive requests, and what the engine ran on average.
 
-    `without_core` is for how much of the row vLLM's processes waited for a core: what other work took.
+    `without_core` is for how much of the row vLLM's processes waited for a core, for other work or for each other.
     """
 
     requests: int

@@ -260,6 +260,9 @@ class RequestGain:
 
     def refused(self, status: int | None, *, is_abandoned: bool) -> ServiceGain | None:
         """The request ended while it waited, or before. `status` is None where there was no one to answer."""
+        report = self.report
+        if report is not None and not is_abandoned and self._call is None and report.ends(self._now_us()):
+            self._report_first(report, is_missed=True)
         self.taken_back()
         is_mistake = status is not None and status < FIRST_LATER_STATUS
         return None if is_mistake else self._broken_off(0, is_abandoned=is_abandoned)

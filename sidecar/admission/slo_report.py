@@ -61,6 +61,13 @@ class SloReport(msgspec.Struct, eq=False):
         was_overdue, self._is_overdue = self._is_overdue, True
         return was_overdue
 
+    def ends(self, now_us: int) -> bool:
+        """True if the request, whose wait ends without a grant, has waited until its first token was due."""
+        if self._obstacle is None or now_us < self.due_us:
+            return False
+        self._look()
+        return True
+
     def first_token(self, *, is_missed: bool) -> None:
         """The first token came, or is overdue, or a whole answer came. Only the first call counts."""
         if not self.is_first_known:

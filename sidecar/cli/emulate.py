@@ -49,8 +49,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _time(add, "--abort-latency", 0.0, "how late it notices a disconnect, e.g. 4s")
     add("--model", default="emulated", help="name of the served model (default: %(default)s)")
     add("--no-priority-field", action="store_true", help="a TensorRT-LLM from before the field: answers it with 400")
-    add("--header-overrides", action="store_true", help="SGLang: honor x-override-priority")
-    add("--low-values-first", action="store_true", help="SGLang: --schedule-low-priority-values-first")
     add("--response-store", action="store_true", help="vLLM, SGLang: keep and run background responses")
     add("--default-priority", type=int, help="SGLang: the priority of untagged requests (default: below all others)")
     _configure_prefix_cache(parser)
@@ -197,11 +195,9 @@ def _config(args: argparse.Namespace) -> EmulatorConfig:
         tokens_per_chunk=args.tokens_per_chunk,
         model=args.model,
         priority_field=not args.no_priority_field,
-        header_overrides=args.header_overrides,
         default_priority=args.default_priority,
         response_store=args.response_store,
         preempts=args.preempt,
-        low_values_first=args.low_values_first,
         abort_latency_s=args.abort_latency,
         prefix_cache=args.enable_prefix_caching,
         block_tokens=args.block_size,

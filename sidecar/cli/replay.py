@@ -19,7 +19,7 @@ from sidecar.apis import Api
 from sidecar.cli.api_key import add_key, key_given
 from sidecar.cli.arguments import number, server_url, whole_number
 from sidecar.cli.output import CommandFailed, reporter, require_writable, say, write_json, write_text
-from sidecar.engines import ENGINES, Engine, NoPriorityEngine
+from sidecar.engines import ENGINES, NoPriorityEngine
 from sidecar.gain.token_deadlines import Objective
 from sidecar.lengths.token_estimates import NoTokenizer
 from sidecar.policy.compiler import load
@@ -28,7 +28,6 @@ from sidecar.policy.problems import PolicyError
 from sidecar.policy.secrets import key_in_file
 from sidecar.server.open_files import raise_limit
 from sidecar.tools.replay.comparison import comparison
-from sidecar.tools.replay.control import Control, NotNeutral, require_neutral
 from sidecar.tools.replay.figures import RunFigures
 from sidecar.tools.replay.plan import TIER_HEADER, Asking, BadTier, By, Sizing, assign, ladder, rounding_s, schedule
 from sidecar.tools.replay.prompts import Writer
@@ -43,7 +42,7 @@ from sidecar.tools.replay.run import (
     runs,
     too_long,
 )
-from sidecar.tools.replay.server import ServerNoAnswer
+from sidecar.tools.replay.server import Control, NotNeutral, ServerNoAnswer, require_neutral
 from sidecar.tools.replay.table import advice, figures_as_json, kinds, requests_as_jsonl, table
 from sidecar.tools.replay.trace import BadTrace, Trace, TraceRow, read_trace
 
@@ -131,12 +130,9 @@ class _Command:
 
     def _schedule(self, trace: Trace) -> tuple[Sequence[TraceRow], float]:
         args = self.args
-        sizing = Sizing(args.speed, args.scale, args.max_input, args.max_output, args.duration)
+        sizing = Sizing(args.speed, args.scale, args.max_input, args.max_output)
         jitter_s = rounding_s(trace.rows) if args.jitter is None else args.jitter
-        rows = schedule(trace.rows, sizing, jitter_s, random.Random(f"{args.seed} jitter"))
-        if not rows:
-            raise BadTrace(f"{trace.name}: no request is sent within {args.duration:g} s")
-        return rows, jitter_s
+        return schedule(trace.rows, sizing, jitter_s, random.Random(f"{args.seed} jitter")), jitter_s
 
     async def _find(self) -> ReplayTarget:
         args = self.args
@@ -145,7 +141,7 @@ class _Command:
             args.upstream,
             api_key=self._shared_key(),
             model=args.model,
-            engine=args.engine,
+            engine=None if args.engine is None else ENGINES[args.engine],
             tokenizer=tokenizer,
             chat=not args.completions,
         )
@@ -166,7 +162,7 @@ class _Command:
         args = self.args
         return Writer(
             api=Api.COMPLETIONS if args.completions else Api.CHAT,
-            model=upstream.model.name,
+            model=upstream.model,
             words=upstream.words,
             seed=args.seed,
             block_tokens=Sizing(scale=args.scale).block_tokens,
@@ -210,7 +206,7 @@ def _heading(replay: TraceReplay, jitter_s: float) -> list[str]:
     when = f"within {last_s:.1f} s" if last_s else "at once"
     lines = [
         f"{trace.name} ({trace.format}): {len(replay.rows)} requests {when} to "
-        f"{', '.join(upstream.urls)} ({engine}, model {upstream.model.name})",
+        f"{', '.join(upstream.urls)} ({engine}, model {upstream.model})",
         f"tiers: {kinds(replay.row_tiers, replay.tiers)}; prompt tokens by {upstream.words.source}; "
         f"seed {replay.writer.seed}",
     ]
@@ -218,7 +214,7 @@ def _heading(replay: TraceReplay, jitter_s: float) -> list[str]:
         lines.append(f"timestamps spread by chance over the {jitter_s:g} s that they are rounded to (--jitter 0: not)")
     if long := too_long(replay):
         lines.append(
-            f"{long} requests do not fit the model's context of {upstream.model.context_tokens} tokens and will fail: "
+            f"{long} requests do not fit the model's context of {upstream.context_tokens} tokens and will fail: "
             "cut them with --max-input and --max-output, or --scale"
         )
     return lines
@@ -272,14 +268,12 @@ def _add_asking(group: argparse._ArgumentGroup) -> None:
     add("--key-file", action=_KeyFiles, dest="key", default={}, metavar="TIER=FILE",
         help="a file that holds a tier's API key; repeated")  # fmt: skip
     add_key(group, "the key for tiers without one", prefix="--api-")
-    add("--engine", type=_engine, metavar="NAME",
-        help=f"{', '.join(ENGINES)} (default: what the server says it is)")  # fmt: skip
+    add("--engine", choices=tuple(ENGINES), help="which engine it is (default: what the server says it is)")
 
 
 def _add_sizing(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--limit", type=_count, metavar="N", help="only the first N rows")
-    add("--duration", type=_amount, metavar="S", help="only what is sent within so many seconds")
     add("--speed", type=_amount, default=1.0, metavar="X", help="times faster than the trace (default 1)")
     add("--scale", type=_amount, default=1.0, metavar="X", help="multiply all lengths, e.g. 0.1 for a small model")
     add("--max-input", type=_count, metavar="TOKENS", help="cut longer prompts")
@@ -320,10 +314,3 @@ def mix(text: str) -> Mapping[str, float]:
     if sum(found.values()) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} leaves nothing to send; write high=20,normal=50,batch=30")
     return {name: number for name, number in found.items() if number > 0}
-
-
-def _engine(text: str) -> type[Engine]:
-    if text not in ENGINES:
-        names = ", ".join(ENGINES)
-        raise argparse.ArgumentTypeError(f"{text!r} is no engine that is known; write one of {names}")
-    return ENGINES[text]

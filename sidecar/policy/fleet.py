@@ -128,7 +128,7 @@ class Affinity:
 @dataclass(frozen=True, slots=True)
 @declared
 class HealthBody:
-    """The probes that say whether an engine is there. A refused connection takes it out at once."""
+    """The probes that say whether an engine is there. A refused connection takes an engine out at once."""
 
     path: of.UrlPath | None = key(
         None,  # `/health` of SGLang generates a token, so its page is another: each engine's class has its own

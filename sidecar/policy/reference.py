@@ -89,7 +89,8 @@ def _is_named(key: _Schema) -> bool:
 def _sections(document: _Schema, mapping: _Schema, title: str, path: tuple[str, ...], paths: _Paths) -> Iterator[str]:
     """A mapping's own section, then those of the mappings inside it."""
     yield f"## {title}\n" if not path else f"### `{'.'.join(path)}`\n"
-    yield f"{_paragraphs(mapping['description'])}\n"
+    if description := mapping["description"] if not path else _beyond_its_row(mapping["description"]):
+        yield f"{_paragraphs(description)}\n"
     yield from _keys(mapping, paths)
     yield ""
     for inner, below in _inside(mapping, path):
@@ -173,6 +174,11 @@ def _flow(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_flow, value)) + "]"
     return str(value)
+
+
+def _beyond_its_row(doc: str) -> str:
+    """A mapping's description without its first sentence: the row of its key says that."""
+    return doc.partition(".")[2].strip()
 
 
 def _paragraphs(doc: str) -> str:

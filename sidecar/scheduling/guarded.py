@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, plus
-from sidecar.scheduling.figures import Figures, Rules, part_of
+from sidecar.scheduling.figures import Figures, Rules, rounded_part
 
 if TYPE_CHECKING:
     from sidecar.scheduling.scheduler import Candidate, Scheduler
@@ -46,7 +46,7 @@ class GuardedTier:
     state: Sequence[float] = ()
 
     def take(self, other: GuardedTier) -> None:
-        """What was decided and seen of this tier elsewhere."""
+        """Takes over another record of this tier: its share, and the counts since that was decided."""
         self.share, self.decided_us, self.state = other.share, other.decided_us, other.state
         self.met, self.missed, self.has_kept_out = other.met, other.missed, other.has_kept_out
 
@@ -83,7 +83,7 @@ class Guards:
         self._figures = figures
         for guarded in self.tiers:
             guarded.floors = _sum(figures.reserve[level] for level in guarded.below)
-            guarded.most = part_of(guarded.share, figures.capacity, UNBOUNDED)
+            guarded.most = rounded_part(guarded.share, figures.capacity, UNBOUNDED)
 
     def of(self, level: int) -> GuardedTier | None:
         """The tier of that level, where it is guarded."""
@@ -98,9 +98,9 @@ class Guards:
         """The amount that the tiers below it hold."""
         return _sum(self._scheduler.tiers[level].used for level in guarded.below)
 
-    def keeps_out(self, ticket: Ticket) -> bool:
-        """True if one of them leaves no room to a ticket that is beyond its floor."""
-        return any(True for _ in self._keeping_out(ticket, ()))
+    def keeping_out(self, ticket: Ticket) -> GuardedTier | None:
+        """The most important one that leaves no room to a ticket that is beyond its floor."""
+        return next(self._keeping_out(ticket, ()), None)
 
     def allowed(self, order: Iterable[Candidate]) -> list[Candidate]:
         """The order without those beyond their floors for which no room is left, and those like them that come after.
@@ -137,6 +137,6 @@ def _sum(amounts: Iterable[Amount]) -> Amount:
     return total
 
 
-def share_of(held: Amount, capacity: Amount) -> float:
+def largest_share(held: Amount, capacity: Amount) -> float:
     """The largest share of a bounded dimension that is held."""
     return max((h / c for h, c in zip(held, capacity, strict=True) if 0 < c < UNBOUNDED), default=0.0)

@@ -211,7 +211,7 @@ class Scheduler:
         if is_beyond_limit or (figures.has_headroom and not self.fits(ticket)):
             return None
         order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
-        if self.guards and order_class == OTHER and self.guards.keeps_out(ticket):
+        if self.guards and order_class == OTHER and self.guards.keeping_out(ticket):
             return None
         self.tiers[level].queue.pass_through(ticket)
         self._begin_to_count(ticket, order_class, needed)

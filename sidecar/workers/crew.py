@@ -18,8 +18,7 @@ from sidecar.server.server import wait_first
 from sidecar.server.unix_address import SCHEME
 from sidecar.tasks import is_set_within
 from sidecar.telemetry.logs.setup import LogSettings
-from sidecar.workers.channel import CUT, Begin, WorkerState
-from sidecar.workers.process import WorkerProcess
+from sidecar.workers.process import CUT, Begin, WorkerProcess, WorkerState
 
 OVERDUE_S = 25.0
 """After the grace. A worker's telemetry may wait twice ten seconds for a Collector that does not answer."""

@@ -1,4 +1,9 @@
-"""One worker as the supervisor sees it: its process, how far it has come, and the way to its admin pages."""
+"""One worker as the supervisor sees it: its process, what the two tell each other, and the way to its admin pages.
+
+A worker's standard input is one end of a pair of sockets. It reports there by one JSON object a line, and it closes
+when the supervisor is gone, however that ended. The supervisor sends signals: SIGTERM for an end in order, `CUT` for
+one at once, SIGHUP to read the policy's files.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +14,57 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from enum import Enum
 from signal import Signals
 
 import msgspec
 
+from sidecar.composition.serving import ServeSettings
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.workers.channel import Begin, Report, WorkerState
+from sidecar.telemetry.logs.setup import LogSettings
 from sidecar.workers.restarts import Restarts, how_it_ended
+
+CUT = Signals.SIGUSR1
+"""Not a second SIGTERM: a service manager sends that to every process of a service, beside the supervisor."""
 
 # The path is set first: `python -c` would find modules in the working directory before those of this process.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[2:]; from sidecar.workers.worker import main; sys.exit(main(sys.argv[1]))"
 )
 _log = logging.getLogger("sidecar.workers")
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """Settings that a worker is started with.
+
+    `pages` is the address of its admin pages, a Unix socket in the supervisor's folder; `listener` is the descriptor of
+    the clients' socket. A worker that `waits` listens when it can admit requests: others serve meanwhile, and one that
+    listens gets its share of connections.
+    """
+
+    worker: int
+    settings: ServeSettings
+    log: LogSettings
+    pages: str
+    listener: int
+    waits: bool
+
+
+class WorkerState(Enum):
+    """`STARTED`: its app is up, and it does not listen yet. `DOWN`: there is no process, or it could not begin."""
+
+    DOWN = "down"
+    STARTING = "starting"
+    STARTED = "started"
+    SERVING = "serving"
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A worker's report. With `DOWN` there is a `reason`, and whether the policy's files are that reason."""
+
+    state: WorkerState
+    reason: str = ""
+    is_policy: bool = False
 
 
 class WorkerProcess:

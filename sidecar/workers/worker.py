@@ -30,7 +30,7 @@ from sidecar.server.server import Signals, run, serve_on
 from sidecar.server.unix_address import socket_path
 from sidecar.tasks import is_set_within
 from sidecar.telemetry.logs.setup import own_logging
-from sidecar.workers.channel import CUT, Begin, Report, WorkerState
+from sidecar.workers.process import CUT, Begin, Report, WorkerState
 
 READY_LOOK_S = 0.05
 ALONE_S = 5

@@ -274,6 +274,19 @@ def test_a_request_that_waits_behind_less_important_work_has_missed_while_it_wai
     play(tmp_path, scene, more="max_preemptions: 0")
 
 
+@each(("most", "noted"), [("900ms", []), ("1500ms", [MISSED]), ("30s", [MISSED])])
+def test_a_request_that_is_refused_after_its_first_token_was_due_has_missed(
+    tmp_path: Path, most: str, noted: list[bool]
+) -> None:
+    async def scene(world: World) -> list[bool]:
+        batch = [world.begin(Script(60.0, tokens=1, user=str(number)), "batch") for number in range(4)]
+        await world.called.wait()
+        await asyncio.gather(world.begin(Script(0.5)), *batch)
+        return world.noted
+
+    assert play(tmp_path, scene, more="max_preemptions: 0", high=f", queue: {{max_wait: {most}}}") == noted
+
+
 # -- what is not the fault of less important work
 
 

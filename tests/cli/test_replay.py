@@ -264,7 +264,7 @@ def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--limit", "0"], "'0' is no number of rows or tokens; write a number from 1 to"),
         (["--timeout", "1e9"], "'1e9' is no time in seconds; write a number that is more than 0, up to 86,400"),
         (["--jitter", "inf"], "'inf' is no spread in seconds; write a number from 0 on, up to 86,400"),
-        (["--engine", "vlm"], "'vlm' is no engine that is known; write one of tensorrt-llm, vllm"),
+        (["--engine", "vlm"], "argument --engine: invalid choice: 'vlm'"),
         (["--by", "rank"], "argument --by: "),
         (["--upstream", "ftp://x"], "'ftp://x' is no server's address"),
     ],

@@ -20,7 +20,7 @@ from sidecar.tools.doctor.conditions import Condition, ConditionState, condition
 from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField, sidecar_tier, ways_to
 from sidecar.tools.doctor.probe import Probe, Probed, Say
 from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recommend
-from sidecar.tools.doctor.survey import CannotLook, Survey, survey
+from sidecar.tools.doctor.survey import Survey, survey
 from sidecar.tools.doctor.target import Clock, ExaminedServer
 from sidecar.tools.loadgen.pages import HttpPages
 
@@ -91,9 +91,7 @@ async def examine(options: Options, say: Say) -> Examination:
         reason = harm(found) if not options.force else None
         if options.reads_only or reason is not None:
             return _concluded(options, found, None, reason)
-        model = options.model if options.model is not None else found.identity.model
-        if model is None:
-            raise CannotLook(f"{options.url}/v1/models lists no model; name one with --model")
+        model = found.served_model(options.url, options.model)
         say(_announcement(options, found))
         probe = Probe(found, pages, options.most, Clock(options.allowed_s), say)
         tier = sidecar_tier() if options.policy is None else sidecar_tier(options.policy.tier_header.decode("latin-1"))
@@ -110,14 +108,12 @@ def _ways(options: Options, found: Survey) -> Sequence[PriorityField]:
 
 
 def _announcement(options: Options, found: Survey) -> str:
-    others = found.others
-    beside = f"; {others} requests of other clients are there, which makes the figures worse" if others else ""
     known = found.gauges.max_running
     size = sizing.first_size(known, options.most)
     return (
         f"{found.name} at {options.url}: will send bursts of short requests, the first of {size}, none of more than "
         f"{options.most}, for answers of at most {sizing.MOST_TOKENS * sizing.LONGEST_ANSWER} tokens, all within "
-        f"{options.allowed_s:g} s (--read-only sends none){beside}"
+        f"{options.allowed_s:g} s (--read-only sends none){found.beside}"
     )
 
 

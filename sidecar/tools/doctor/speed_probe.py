@@ -88,11 +88,10 @@ def announcement(options: Options, found: Survey) -> str:
     requests = 3 + len(lengths) * PROMPT_ROUNDS + batched
     prompts = sum(lengths) * PROMPT_ROUNDS + batched * BATCH_PROMPT_TOKENS + sum(_calibration_bytes(found)) // 4
     outputs = len(lengths) * PROMPT_ROUNDS * LONE_ANSWER_TOKENS + batched * ANSWER_TOKENS
-    others = found.others
-    beside = f"; {others} requests of other clients are there, which makes the figures worse" if others else ""
     return (
         f"{found.name} at {options.url}: will send at most {requests} streamed requests, at most {max(sizes)} at once, "
-        f"with about {prompts:,} tokens of prompts and {outputs:,} of answers, within {options.allowed_s:g} s{beside}"
+        f"with about {prompts:,} tokens of prompts and {outputs:,} of answers, within {options.allowed_s:g} s"
+        f"{found.beside}"
     )
 
 
@@ -104,9 +103,7 @@ async def measure(options: Options, say: Say) -> SpeedProbe:
     async with aiohttp.ClientSession() as session:
         pages = HttpPages(session, options.url, options.headers)
         found = await survey(pages, options.engine)
-        model = options.model if options.model is not None else found.identity.model
-        if model is None:
-            raise CannotLook(f"{options.url}/v1/models lists no model; name one with --model")
+        model = found.served_model(options.url, options.model)
         say(announcement(options, found))
         clock = Clock(options.allowed_s)
         target = ExaminedServer(options.url, model, options.headers)

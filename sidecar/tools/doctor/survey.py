@@ -35,6 +35,19 @@ class Survey:
         known = [count for count in (self.gauges.running, self.gauges.waiting) if count is not None]
         return sum(known) if known else None
 
+    @property
+    def beside(self) -> str:
+        """The end of a sentence about what is to be sent, where other clients are there."""
+        others = self.others
+        return f"; {others} requests of other clients are there, which makes the figures worse" if others else ""
+
+    def served_model(self, url: str, named: str | None) -> str:
+        """The model to ask for: the one that the user names, or the first. Raises CannotLook where there is none."""
+        model = self.identity.model if named is None else named
+        if model is None:
+            raise CannotLook(f"{url}/v1/models lists no model; name one with --model")
+        return model
+
 
 async def survey(pages: Pages, named: type[Engine] | None) -> Survey:
     """Reads the pages. `named` is the engine that the user names. Raises CannotLook."""

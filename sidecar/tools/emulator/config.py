@@ -59,7 +59,7 @@ class EmulatorConfig:
     engine's own size). Real engines have it on by default. Here it is off by default, because experiments send the same
     text again and again, as no one's users do. `cache_report` says in `usage` what was found: vLLM's
     --enable-prompt-tokens-details, SGLang's --enable-cache-report, both off by default. `shutdown_timeout_s` is how
-    long requests may run after SIGTERM (None: as long as this engine lets them by default, see `shutdown.py`). `name`
+    long requests may run after SIGTERM (None: as long as this engine lets them by default, see `server.py`). `name`
     tells several engines apart. `faults` are set from the start.
     """
 

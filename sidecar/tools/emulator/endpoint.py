@@ -20,8 +20,7 @@ from starlette.types import Receive, Scope, Send
 from sidecar.apis import Api
 from sidecar.tools.emulator.dialects.base import EngineRefusal
 from sidecar.tools.emulator.engine import EmulatedEngine
-from sidecar.tools.emulator.generated_text import token_text
-from sidecar.tools.emulator.generation import Generation
+from sidecar.tools.emulator.generation import Generation, token_text
 from sidecar.tools.emulator.prompt_blocks import PromptChain, read_chains
 from sidecar.tools.emulator.request import InvalidField, read_ask
 from sidecar.tools.emulator.responses import ANSWERS, DONE, STREAMS, StreamFormat, event

@@ -7,12 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sidecar.tools.emulator.dialects.base import CachedPrompt, Dialect, EngineRefusal
-from sidecar.tools.emulator.generated_text import token_text
 from sidecar.tools.emulator.prompt_blocks import PromptChain
 from sidecar.tools.emulator.request import EngineRequest
 from sidecar.tools.step_model.job import Job
 from sidecar.tools.step_model.kv_cache import BlockHash
 from sidecar.tools.step_model.queue import Rank
+
+_WORDS = " the quick brown fox jumps over a lazy dog while seven engines wait for tokens and none starves in the queue"
+WORDS = tuple(f" {word}".encode() for word in _WORDS.split())
+"""The text of every answer, in turn."""
+
+
+def token_text(first: int, count: int) -> bytes:
+    """The text of tokens `first` to `first + count - 1`, counted from 0. Needs no JSON escaping."""
+    return b"".join(WORDS[number % len(WORDS)] for number in range(first, first + count))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from sidecar.apis import Api
-from sidecar.tools.emulator.generated_text import token_text
-from sidecar.tools.emulator.generation import GeneratedChoice, Generation
+from sidecar.tools.emulator.generation import GeneratedChoice, Generation, token_text
 
 Answer: TypeAlias = dict[str, Any]
 

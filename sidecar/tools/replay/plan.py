@@ -17,7 +17,8 @@ from sidecar.apis import Api
 from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.policy.model import Policy
 from sidecar.tools.loadgen import Planned
-from sidecar.tools.replay.prompts import PATHS, Conversation, Writer
+from sidecar.tools.replay.prompts import Conversation, Writer
+from sidecar.tools.replay.server import PATHS
 from sidecar.tools.replay.trace import BLOCK_TOKENS, TraceRow
 
 _APIS = {path: api for api, path in PATHS.items()}
@@ -69,16 +70,12 @@ QUANTIZED_FROM_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Changes applied to every request: times are divided by `speed`, lengths multiplied by `scale`, then capped.
-
-    Rows after `duration_s` of the replay are left out.
-    """
+    """Changes applied to every request: times are divided by `speed`, lengths multiplied by `scale`, then capped."""
 
     speed: float = 1.0
     scale: float = 1.0
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
-    duration_s: float | None = None
 
     @property
     def block_tokens(self) -> int:
@@ -103,15 +100,7 @@ def schedule(rows: Sequence[TraceRow], sizing: Sizing, jitter_s: float, rng: ran
     """
     moved = [row if row.at_s is None else row.at(row.at_s + rng.uniform(0.0, jitter_s)) for row in rows]
     start_s = min((row.at_s for row in moved if row.at_s is not None), default=0.0)
-    sized = [sizing.of(row if row.at_s is None else row.at(row.at_s - start_s)) for row in moved]
-    return sized if sizing.duration_s is None else _before(sizing.duration_s, sized)
-
-
-def _before(duration_s: float, rows: Sequence[TraceRow]) -> Sequence[TraceRow]:
-    """Rows that are sent by then. A conversation whose first turn comes later is left out as a whole."""
-    first = {row.session: row for row in reversed(rows)}.values()
-    late = {row.session for row in first if row.at_s is not None and row.at_s >= duration_s} - {None}
-    return [row for row in rows if row.session not in late and (row.at_s is None or row.at_s < duration_s)]
+    return [sizing.of(row if row.at_s is None else row.at(row.at_s - start_s)) for row in moved]
 
 
 def rounding_s(rows: Sequence[TraceRow]) -> float:

@@ -17,7 +17,7 @@ import msgspec
 
 from sidecar.apis import Api
 from sidecar.lengths.token_estimates import TokenizerCounter
-from sidecar.tools.replay.server import AskedServer
+from sidecar.tools.replay.server import PATHS, AskedServer
 from sidecar.tools.replay.trace import TraceRow
 
 _USUAL = """
@@ -120,7 +120,6 @@ async def new_words(server: AskedServer, model: str, tokenizer: str | None, *, c
     return await learn(by_engine, count_prompt, f"the engine's own tokenizer{around}") or Words()
 
 
-PATHS = {Api.CHAT: "/v1/chat/completions", Api.COMPLETIONS: "/v1/completions"}
 Message = Mapping[str, Any]
 
 

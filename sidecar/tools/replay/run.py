@@ -10,11 +10,10 @@ from typing import Any
 from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.gain.token_deadlines import Objective
 from sidecar.tools.loadgen import Progress, Seen, play
-from sidecar.tools.replay.control import Control
 from sidecar.tools.replay.figures import RunFigures, door_wait, measure, request_id, starvation_by_request
 from sidecar.tools.replay.plan import Asking, By, plan
 from sidecar.tools.replay.prompts import Words, Writer, new_words
-from sidecar.tools.replay.server import AskedServer, Model
+from sidecar.tools.replay.server import AskedServer, Control
 from sidecar.tools.replay.trace import Trace, TraceRow
 
 
@@ -24,10 +23,11 @@ class UnknownEngine(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ReplayTarget:
-    """The server that gets the requests. `engine` is `none` for one that is not known."""
+    """The server that gets the requests. `engine` is `none` where it is not known, `context_tokens` None."""
 
     urls: Sequence[str]
-    model: Model
+    model: str
+    context_tokens: int | None
     engine: type[Engine]
     words: Words
 
@@ -73,10 +73,10 @@ async def find(
 ) -> ReplayTarget:  # fmt: skip
     """Asks the first server what it is. Given options override its answers. Raises NoAnswer, NoTokenizer."""
     async with AskedServer(urls[0], api_key) as server:
-        said = await server.model()
-        named = said if model is None else replace(said, name=model)
-        words = await new_words(server, named.name, tokenizer, chat=chat)
-    return ReplayTarget(urls, named, engine or said.engine or NoPriorityEngine, words)
+        said = await server.identity()
+        name = model or said.model or ""
+        words = await new_words(server, name, tokenizer, chat=chat)
+    return ReplayTarget(urls, name, said.context_tokens, engine or said.engine or NoPriorityEngine, words)
 
 
 def runs(asking: Asking, urls: Sequence[str], control: Control | None) -> Sequence[PlannedRun]:
@@ -151,7 +151,7 @@ def by_request(played: ReplayedTrace, rows: Sequence[TraceRow]) -> Iterator[Mapp
 
 def too_long(replayed: TraceReplay) -> int:
     """How many requests do not fit the model's context, as far as it is known."""
-    most = replayed.upstream.model.context_tokens
+    most = replayed.upstream.context_tokens
     if most is None:
         return 0
     return sum((row.input_tokens or 0) + (row.output_tokens or 0) > most for row in replayed.rows)

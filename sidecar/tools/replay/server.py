@@ -1,22 +1,27 @@
-"""The server under test before it gets any work: its model, its engine, its context length, its tokenizer."""
+"""The server under test before it gets any work: its model, its engine, its context length, its tokenizer.
+
+And a neutral control of a replay: the same arrivals at an engine that treats all of them alike.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from sidecar.engines import Engine
-from sidecar.engines.discovery import engine_by_owner
+from sidecar.apis import Api
+from sidecar.engines.discovery import Identity, identify_by_models
+from sidecar.engines.pages import Page
 from sidecar.errors import CapacityUnknown, Draining, InvalidApiKey, InvalidBody, StoreUnavailable
 from sidecar.tools.loadgen.answer import read_problem
 from sidecar.tools.loadgen.pages import why_not
 
+PATHS = {Api.CHAT: "/v1/chat/completions", Api.COMPLETIONS: "/v1/completions"}
 TIMEOUT_S = 10.0
 ADMISSION_CODES = frozenset(
     error.code for error in (InvalidBody, InvalidApiKey, CapacityUnknown, StoreUnavailable, Draining)
@@ -26,16 +31,6 @@ ADMISSION_CODES = frozenset(
 
 class ServerNoAnswer(Exception):
     """The server cannot be asked. One line, with what it said."""
-
-
-class _Card(msgspec.Struct):
-    id: str
-    owned_by: str | None = None
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
 
 
 class _Code(msgspec.Struct):
@@ -50,15 +45,6 @@ class _Count(msgspec.Struct):
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The model that is served first. `engine` is None where the server does not say, as is `context_tokens`."""
-
-    name: str
-    engine: type[Engine] | None
-    context_tokens: int | None
-
-
 class AskedServer(AbstractAsyncContextManager["AskedServer"]):
     """Asks a server about itself. An async context manager."""
 
@@ -70,17 +56,21 @@ class AskedServer(AbstractAsyncContextManager["AskedServer"]):
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def model(self) -> Model:
-        """The first of `/v1/models`. Raises ServerNoAnswer."""
-        body = await self._ask("GET", "/v1/models")
-        try:
-            cards = msgspec.json.decode(body, type=_Cards).data
-        except (msgspec.MsgspecError, RecursionError):
-            raise ServerNoAnswer(f"{self.url}/v1/models answers something else than a list of models") from None
-        if not cards:
+    @property
+    def host(self) -> object | None:
+        """It runs elsewhere."""
+        return None
+
+    async def get(self, path: str) -> Page:
+        """See `Pages.get`. Raises ServerNoAnswer for all but an answer of 200."""
+        return Page(200, (await self._ask("GET", path)).decode("utf-8", "replace"))
+
+    async def identity(self) -> Identity:
+        """The model that is served first, and the engine, by `/v1/models`. Raises ServerNoAnswer where it has none."""
+        found = await identify_by_models(self)
+        if found.model is None:
             raise ServerNoAnswer(f"{self.url}/v1/models has no model; is the engine still loading it?")
-        card = cards[0]
-        return Model(card.id, engine_by_owner(card.owned_by), card.max_model_len)
+        return found
 
     async def count(self, body: Mapping[str, Any]) -> int | None:
         """The tokens of a prompt, by the engine's own `/tokenize`; None where it has none, or not for such a body.
@@ -118,3 +108,42 @@ class AskedServer(AbstractAsyncContextManager["AskedServer"]):
             raise ServerNoAnswer(f"{self.url} does not answer within {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ServerNoAnswer(f"{self.url} cannot be reached: {why_not(error)}") from None
+
+
+class NotNeutral(ValueError):
+    """The control would be under admission control. The text names the server, and what to do.
+
+    A sidecar that enforces is no place for one: each request there is under some tier's limit, queue bound and maximum
+    wait, and under its tenant's limits. A control under these would refuse requests that the other run serves, and
+    those that remain would look fast. So the control goes to the engine itself, or to a sidecar that observes.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """The servers that get the control's requests, and the key that all of them send, None for none.
+
+    `is_named` says that the servers were given for the control alone. They get no tenant's key.
+    """
+
+    urls: Sequence[str]
+    api_key: str | None = field(repr=False)
+    is_named: bool
+
+
+async def require_neutral(control: Control, api: Api) -> None:
+    """Asks every server of the control whether admission control is in force there. It generates nothing for that.
+
+    Raises NotNeutral, and ServerNoAnswer for a server that cannot be asked or that refuses the key.
+    """
+    option = "--control-upstream" if control.is_named else "--control"
+    for url in control.urls:
+        async with AskedServer(url, control.api_key) as server:
+            if await server.enforces(PATHS[api]):
+                raise NotNeutral(
+                    f"{option}: {url} enforces admission control: a control there is under one tier's limits, and "
+                    "refuses requests that the other run serves; write --control-upstream URL with the address of "
+                    "the engine itself (docs/tools.md#replay says what to do where it has none)"
+                )
+            if control.is_named:
+                await server.identity()

@@ -193,7 +193,7 @@ def figures_as_json(
         "trace": {"name": trace.name, "format": trace.format, "requests": len(replay.rows)},
         "upstream": list(upstream.urls),
         "engine": upstream.engine.name,
-        "model": upstream.model.name,
+        "model": upstream.model,
         "by": by,
         "tiers": list(replay.tiers),
         "prompts": {"source": upstream.words.source, "is_exact": upstream.words.is_exact},

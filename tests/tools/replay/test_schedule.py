@@ -48,9 +48,3 @@ def test_scale_comes_before_the_caps_and_leaves_a_token() -> None:
     unknown = TraceRow(1, 0.0, text="x")
     [found] = schedule([unknown], Sizing(scale=2, max_output_tokens=3), 0.0, random.Random(1))
     assert (found.input_tokens, found.output_tokens) == (None, None)
-
-
-def test_a_duration_leaves_out_what_comes_later_and_conversations_that_begin_later() -> None:
-    rows = [row(0.0), row(5.0, "a"), row(None, "a"), row(30.0, "a"), row(20.0, "b"), row(None, "b"), row(30.0)]
-    found = schedule(rows, Sizing(duration_s=10.0), 0.0, random.Random(1))
-    assert [(one.at_s, one.session) for one in found] == [(0.0, None), (5.0, "a"), (None, "a")]
