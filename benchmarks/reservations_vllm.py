@@ -31,9 +31,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benchmarks.one_request import ask
 from benchmarks.real_engines import version_of
 from sidecar.engines.pages import Metrics
-from sidecar.tools.loadgen.connection import ClientConnection, Target, connect
+from sidecar.tools.loadgen.connection import Target
 from sidecar.tools.loadgen.statistics import quantile
 from tests.real.lab import MODEL, vllm
 
@@ -54,7 +55,6 @@ SAMPLE_EVERY_S = 0.5
 ANSWER_WITHIN_S = 300.0
 SETTLE_S = 5.0
 TEXT = "the queue serves a token under load while every tenant waits for some work before lunch"
-CHAT = "/v1/chat/completions"
 ALONE = "alone"
 TITLES = {
     "off": "learn: off",
@@ -164,15 +164,10 @@ class Load:
 
 
 async def _ask(target: Target, number: int) -> Answered:
-    connection = await connect(target, ANSWER_WITHIN_S)
     sent_s = time.monotonic()
-    if not isinstance(connection, ClientConnection):
+    connection = await ask(target, body_of(number), {}, ANSWER_WITHIN_S)
+    if isinstance(connection, str):
         return Answered(number, sent_s, None, 0, 0, connection)
-    body = body_of(number)
-    connection.send(b"%bcontent-length: %d\r\n\r\n%b" % (target.head(CHAT, {}), len(body), body))
-    ends = asyncio.get_running_loop().call_later(ANSWER_WITHIN_S, connection.end, "no complete answer in time")
-    await connection.done
-    ends.cancel()
     answer = connection.answer
     if answer is None:
         return Answered(number, sent_s, None, 0, 0, connection.error or "no answer")

@@ -67,16 +67,16 @@ TOPICS = {
 
 
 def metric_rows(topic: str) -> Iterator[str]:
-    """The metrics of one topic."""
-    for name, kind, labels, meaning in _metrics():
+    """The metrics of one topic: name, kind unless it is a gauge, unit, labels and meaning."""
+    for name, traits, meaning in _metrics():
         if next(one for one, names in TOPICS.items() if names.match(name)) == topic:
-            listed = "".join(f", `{label}`" for label in labels)
-            yield f"- `{name}` ({kind}{listed}): {meaning}"
+            listed = f" ({', '.join(traits)})" if traits else ""
+            yield f"- `{name}`{listed}: {meaning}"
 
 
-def _metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+def _metrics() -> Iterator[tuple[str, list[str], str]]:
     for duration in DURATIONS:
-        yield duration.name, "histogram, s", duration.labels, duration.description
+        yield duration.name, ["histogram", "s", *_quoted(duration.labels)], duration.description
     for document, labels in OF_DOCUMENTS.items():
         for reading in readings(document):
             yield _row(reading.figure, labels)
@@ -84,9 +84,13 @@ def _metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
         yield _row(figure, ())
 
 
-def _row(figure: Figure, labels: tuple[str, ...]) -> tuple[str, str, tuple[str, ...], str]:
-    kind = "counter" if figure.is_counter else "gauge"
-    return figure.name, f"{kind}, s" if figure.unit == SECONDS else kind, (*labels, *figure.labels), figure.help
+def _row(figure: Figure, labels: tuple[str, ...]) -> tuple[str, list[str], str]:
+    traits = ["counter"] * figure.is_counter + ["s"] * (figure.unit == SECONDS)
+    return figure.name, [*traits, *_quoted((*labels, *figure.labels))], figure.help
+
+
+def _quoted(labels: Iterable[str]) -> list[str]:
+    return [f"`{label}`" for label in labels]
 
 
 LISTS: Mapping[str, Callable[[], Iterable[str]]] = {

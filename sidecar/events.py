@@ -106,6 +106,7 @@ class Obstacle(str, Enum):
     LIMIT = "limit"
     NO_ROOM = "no_room"
     HEADROOM = "headroom"
+    GUARDED = "guarded"
     BEHIND = "behind"
     CLAIM = "claim"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -16,26 +17,41 @@ from sidecar.admission.unguarded import pass_or_refuse
 from sidecar.policy.endpoint import Cors
 
 
-def serve_scope(
-    controller: AdmissionController, lifespan: ASGIApp, scope: Scope, receive: Receive, send: Send
-) -> Awaitable[None]:
-    """Serves one ASGI scope with the controller's app; `lifespan` serves the server's.
+class ReadModel(NamedTuple):
+    """The controller of the model that a request's body names, and when the request came."""
 
+    controller: AdmissionController
+    received_us: int
+
+
+def serve_scope(
+    front: AdmissionController,
+    lifespan: ASGIApp,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    *,
+    model: ReadModel | None = None,
+) -> Awaitable[None]:
+    """Serves one ASGI scope with the app of `front`; `lifespan` serves the server's.
+
+    `model` is the model of a request that passes, where each has a pool of its own and its body was read for it.
     The coroutines around an app are resumed whenever the app is, for every chunk of a stream. So this is none of them.
     """
-    endpoint = guarded_endpoint(controller.snapshot.endpoints, scope)
-    if endpoint is None:
-        if scope["type"] == "lifespan":
-            controller.begin_lifespan()
-            return lifespan(scope, receive, send)
-        if controller.snapshot.is_passing:
-            return pass_on(controller, scope, receive, send)
-        if is_self_view(scope):
-            return send_self_view(controller, scope, send)
-        return pass_or_refuse(controller, scope, receive, send)
-    if controller.snapshot.is_observing:
-        return DryRunRequest(controller, controller, endpoint, scope, receive, send, controller.pool.now_us()).run()
-    return RequestHandler(controller, endpoint, scope, receive, send).run()
+    endpoint = guarded_endpoint(front.snapshot.endpoints, scope)
+    if endpoint is not None and not front.snapshot.is_observing:
+        return RequestHandler(front, endpoint, scope, receive, send).run()
+    if scope["type"] == "lifespan":
+        front.begin_lifespan()
+        return lifespan(scope, receive, send)
+    controller, received_us = (front, front.pool.now_us()) if model is None else model
+    if endpoint is not None:
+        return DryRunRequest(front, controller, endpoint, scope, receive, send, received_us).run()
+    if front.snapshot.is_passing:
+        return pass_on(controller, scope, receive, send)
+    if is_self_view(scope):
+        return send_self_view(front, scope, send)
+    return pass_or_refuse(controller, scope, receive, send)
 
 
 def with_cors(app: ASGIApp, cors: Cors) -> ASGIApp:

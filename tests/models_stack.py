@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +56,17 @@ _EMULATED = ("--engine", "vllm", "--step-ms", "10", "--max-num-seqs", "8", "--re
 
 @dataclass
 class ModelsStack:
-    """The sidecar, its policy's folder, and its engines by name."""
+    """The sidecar, its policy's folder, and the ports of its engines by name."""
 
     folder: Path
     url: str
     admin_url: str
     ports: dict[str, int]
     sidecar: subprocess.Popen[str]
-    engines: dict[str, ExitStack] = field(default_factory=dict)
 
     def client(self, key: str = KEY) -> openai.AsyncOpenAI:
         """A client that shows what it is refused."""
         return openai.AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=30)
-
-    def start(self, name: str) -> None:
-        """Starts an engine."""
-        stack = self.engines[name] = ExitStack()
-        port = str(self.ports[name])
-        stack.enter_context(emulated_engine("--port", port, "--model", ENGINES[name], *_EMULATED))
-
-    def kill(self, name: str) -> None:
-        """Ends an engine, whatever runs there."""
-        self.engines.pop(name).close()
 
     def admin(self, path: str) -> Any:
         """A JSON page of the admin port, whatever its status."""
@@ -127,17 +116,16 @@ def write_models_policy(folder: Path, ports: dict[str, int], mode: str = "enforc
 
 
 @contextmanager
-def models_stack(folder: Path, mode: str = "enforce", without: str = "", **environment: str) -> Iterator[ModelsStack]:
-    """All of it; but the engines in `without`, by their names, are not started. `environment` is the sidecar's."""
+def models_stack(folder: Path, mode: str = "enforce", **environment: str) -> Iterator[ModelsStack]:
+    """All of it. `environment` is the sidecar's."""
     first = free_ports(3)
     ports = {name: first + number for number, name in enumerate(ENGINES)}
     write_models_policy(folder, ports, mode)
     with ExitStack() as running:
         stack = ModelsStack(folder, "", "", ports, None)  # type: ignore[arg-type]  # it is started last
-        running.callback(lambda: [engine.close() for engine in stack.engines.values()])
-        for name in ENGINES:
-            if name not in without:
-                stack.start(name)
+        for name, port in ports.items():
+            arguments = ("--port", str(port), "--model", ENGINES[name], *_EMULATED)
+            running.enter_context(emulated_engine(*arguments))
         served = ("serve", "--policy", str(folder), "--port", "0", "--admin-port", "0")
         stack.sidecar = running.enter_context(command(*served, **environment))
         stack.url, stack.admin_url = address(stack.sidecar), address(stack.sidecar)

@@ -1,14 +1,13 @@
 """The main job on real input: real processes, the real `openai` client, the keys of the example tenants.
 
 First as an operator runs it: `sidecar emulate` and `sidecar serve`, each a process of its own. Then every engine behind
-the proxy, and the trace, in this process, where a test can look inside.
+the proxy, in this process, where a test can look inside.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import json
 import shutil
 import time
@@ -19,29 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sidecar import AdmissionMiddleware
-from sidecar.engines import Dynamo, Sglang, TensorRtLlm, Vllm
-from sidecar.lengths.token_estimates import Estimator
+from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.policy.compiler import load, shipped_policies
-from sidecar.policy.model import Policy
-from sidecar.pools import Pool
-from sidecar.pools.member_events import Entered
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.scheduling.tickets import Ticket
-from sidecar.telemetry.dispatch import EventDispatcher
-from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.commands import address, command
 from tests.support.late import openai
-from tests.support.middleware import TestedMiddleware
 from tests.support.serving import serving
-from tests.telemetry.span_stories import parent_id, span_id
 
 INTERACTIVE, STANDARD, RESEARCH = "sk-demo-interactive", "sk-demo-standard", "sk-demo-research"
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -128,14 +114,10 @@ def stack(shared_stack: Stack) -> Iterator[Stack]:
     ("key", "asking", "tier", "clamped_from"),
     [
         (INTERACTIVE, {}, "high", None),
-        (STANDARD, {}, "normal", None),
         (RESEARCH, {}, "batch", None),
         (INTERACTIVE, {"extra_headers": {"x-priority": "critical"}}, "critical", None),
-        (INTERACTIVE, {"extra_body": {"priority": "low"}}, "low", None),
         (INTERACTIVE, {"extra_body": {"priority": 0}}, "batch", None),
         (STANDARD, {"extra_body": {"priority": 1.0}}, "high", "critical"),
-        (STANDARD, {"extra_headers": {"x-priority": "critical"}}, "high", "critical"),
-        (RESEARCH, {"extra_headers": {"x-priority": "high"}}, "batch", "high"),
         (STANDARD, {"extra_body": {"priority": "batch"}, "extra_headers": {"x-priority": "high"}}, "batch", None),
     ],
 )
@@ -275,195 +257,3 @@ async def until(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < end_s
         await asyncio.sleep(0.001)
-
-
-# The trace
-
-trace_of: contextvars.ContextVar[str] = contextvars.ContextVar("trace_of")
-
-
-class Watched(Pool):
-    """A pool that writes down who arrived and who was admitted, when and in which order, by the client's trace id."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(policy)
-        self.journal: list[tuple[str, str, int]] = []
-        self.asks: dict[str, Any] = {}
-        self._traces: dict[str, str] = {}
-        submit, enter = self._member.submit, self._member.enter
-
-        def arrived(ticket: Ticket, now_us: int) -> str:
-            trace = self._traces[ticket.id] = trace_of.get()
-            self.asks[trace] = {"tier": ticket.tier, "tokens": ticket.tokens}
-            self.journal.append(("arrived", trace, now_us))
-            return trace
-
-        def submitted(ticket: Ticket, now_us: int) -> None:
-            arrived(ticket, now_us)
-            submit(ticket, now_us)
-
-        def entered_at_once(ticket: Ticket, now_us: int) -> Any:
-            if (held := enter(ticket, now_us)) is not None:
-                self.journal.append(("admitted", arrived(ticket, now_us), now_us))
-            return held
-
-        self._member.submit = submitted  # type: ignore[method-assign]
-        self._member.enter = entered_at_once  # type: ignore[method-assign]
-
-    def _admit(self, entered: Entered, now_us: int) -> bool:
-        self.journal.append(("admitted", self._traces[entered.lease.ticket.id], now_us))
-        return super()._admit(entered, now_us)
-
-
-@dataclass
-class Waited:
-    """How a request's wait went, in microseconds, by comparing it with every other."""
-
-    queue_wait_us: int
-    starvation_us: int
-    served_ahead: dict[str, int]
-
-
-def waited(journal: list[tuple[str, str, int]], asks: Mapping[str, Any], names: list[str]) -> dict[str, Waited]:
-    """Brute force over the journal: nothing of the scheduler's own bookkeeping is used."""
-    arrivals = {trace: at for at, (what, trace, _) in enumerate(journal) if what == "arrived"}
-    admissions = {trace: at for at, (what, trace, _) in enumerate(journal) if what == "admitted"}
-    found = {}
-    for trace, arrival in arrivals.items():
-        admission = admissions[trace]
-        admitted_us = journal[admission][2]
-        ahead = [other for other, at in admissions.items() if arrival < at < admission]
-        later = [journal[admissions[other]][2] for other in ahead if arrivals[other] > arrival]
-        served: Counter[str] = Counter()
-        for other in ahead:
-            served[names[asks[other]["tier"]]] += asks[other]["tokens"]
-        wait_us = admitted_us - journal[arrival][2]
-        found[trace] = Waited(wait_us, admitted_us - min(later, default=admitted_us), dict(served) if wait_us else {})
-    return found
-
-
-class Traced:
-    """Sets `trace_of` for what is below: the trace id that the client sent."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        headers = dict(scope.get("headers", ()))
-        trace_of.set(headers.get(b"traceparent", b"--").decode().split("-")[1])
-        await self.app(scope, receive, send)
-
-
-class Engine:
-    """An emulated engine that notes the traceparent of each request."""
-
-    def __init__(self, emulator: Emulator) -> None:
-        self.emulator = emulator
-        self.traceparents: list[str] = []
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.traceparents += [value.decode() for name, value in scope.get("headers", ()) if name == b"traceparent"]
-        await self.emulator.app(scope, receive, send)
-
-
-async def overload(url: str, count: int) -> None:
-    """`count` requests of three tenants and four tiers, each with a trace of its own, faster than four slots serve."""
-    kinds = [(RESEARCH, None), (STANDARD, None), (INTERACTIVE, None), (INTERACTIVE, "critical"), (STANDARD, "low")]
-    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
-
-        async def ask(number: int) -> None:
-            key, tier = kinds[number % len(kinds)]
-            headers = {
-                "authorization": f"Bearer {key}",
-                "traceparent": f"00-{number + 1:032x}-{number + 1:016x}-01",
-                **({} if tier is None else {"x-priority": tier}),
-            }
-            body = {"model": "m", "messages": HELLO, "max_tokens": 3 + number % 7, "stream": number % 2 == 0}
-            async with session.post("/v1/chat/completions", json=body, headers=headers) as response:
-                assert response.status == 200, await response.text()
-                await response.read()
-
-        tasks = []
-        for number in range(count):
-            tasks.append(asyncio.create_task(ask(number)))
-            await asyncio.sleep(0.002 if number % 3 else 0.006)
-        await asyncio.gather(*tasks)
-
-
-@dataclass
-class Traces:
-    """What the trace of an overload shows, and what happened."""
-
-    spans: dict[str, dict[str, ReadableSpan]]
-    expected: dict[str, Waited]
-    asks: dict[str, Any]
-    to_engine: list[str]
-
-
-async def traced_overload(folder: Path, count: int) -> Traces:
-    path = write_policy(folder)
-    path.joinpath("policy.yaml").write_text(
-        path.joinpath("policy.yaml").read_text().replace("max_requests: 6", "max_requests: 1000")
-    )
-    policy = load(path)
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    pool, engine = Watched(policy), Engine(emulator_of(policy.engine, SLOTS, step_s=0.005))
-    sidecar = TestedMiddleware(
-        engine,
-        policy=policy,
-        pool=pool,
-        dialect=policy.engine(policy.carrier),
-        estimator=Estimator(),
-        observer=EventDispatcher(RequestTracer(provider), ()),
-    )
-    async with serving(Traced(sidecar)) as served:
-        await overload(served.url, count)
-    spans: dict[str, dict[str, ReadableSpan]] = {}
-    for span in exporter.get_finished_spans():
-        assert span.context is not None
-        spans.setdefault(f"{span.context.trace_id:032x}", {})[span.name] = span
-    names = [tier.name for tier in policy.tiers]
-    return Traces(spans, waited(pool.journal, pool.asks, names), pool.asks, engine.traceparents)
-
-
-def length_us(span: ReadableSpan) -> int:
-    assert span.start_time is not None
-    assert span.end_time is not None
-    return round((span.end_time - span.start_time) / 1000)
-
-
-@pytest.mark.anyio
-async def test_the_trace_of_an_overload_is_one_with_the_clients_and_says_what_the_scheduler_did(tmp_path: Path) -> None:
-    count = 120
-    traces = await traced_overload(tmp_path, count)
-    assert len(traces.spans) == len(traces.expected) == count
-    assert sum(one.starvation_us > 0 for one in traces.expected.values()) > 20, "too little happened to show anything"
-    assert any(one.queue_wait_us == 0 for one in traces.expected.values())
-
-    for trace, expected in traces.expected.items():
-        spans = traces.spans[trace]
-        said = dict(spans["admission"].attributes or {})
-        assert said["admission.queue_wait_s"] == expected.queue_wait_us / 1e6
-        assert said.get("gen_ai.latency.time_in_queue", 0.0) == expected.queue_wait_us / 1e6
-        assert said["admission.starvation_s"] == expected.starvation_us / 1e6
-        assert said["admission.tokens.reserved"] == traces.asks[trace]["tokens"]
-        ahead = {name.rpartition(".")[2]: n for name, n in said.items() if name.startswith("admission.served_ahead.")}
-        assert ahead == expected.served_ahead
-        assert ("admission.queued" in spans) == (expected.queue_wait_us > 0)
-        assert ("admission.starved" in spans) == (expected.starvation_us > 0)
-        if "admission.queued" in spans:
-            assert length_us(spans["admission.queued"]) == expected.queue_wait_us
-            assert spans["admission.queued"].end_time == spans["engine"].start_time
-        if "admission.starved" in spans:
-            assert length_us(spans["admission.starved"]) == expected.starvation_us
-            assert spans["admission.starved"].end_time == spans["admission.queued"].end_time
-
-    assert len(traces.to_engine) == count
-    for traceparent in traces.to_engine:
-        _, trace, parent, flags = traceparent.split("-")
-        admission, engine = (traces.spans[trace][name] for name in ("admission", "engine"))
-        assert parent_id(admission) == int(trace, 16)  # `overload` numbers both alike
-        assert parent_id(engine) == span_id(admission)
-        assert (parent, flags) == (f"{span_id(engine):016x}", "01")

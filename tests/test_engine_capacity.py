@@ -124,25 +124,6 @@ async def test_lists_of_inputs_do_not_fill_the_engines_own_queue(tmp_path: Path)
         assert (status, len(answer["data"])) == (200, 200), "a longer one than the pool holds all of it"
 
 
-@pytest.mark.long
-async def test_vllm_behind_a_network_bounds_tokens_alone_and_its_queue_bounds_the_rest(tmp_path: Path) -> None:
-    vllm = Vllm
-    async with (
-        engine_of(vllm, max_sequences=2, kv_tokens=9_000_000) as (emulator, url),
-        sidecar_of(tmp_path, vllm, url, waiting=3) as sidecar,
-    ):
-        assert sidecar.pool()["capacity"] == {"tokens": 9_000_000, "requests": None}
-        flood = [asyncio.ensure_future(sidecar.ask(max_tokens=400)) for _ in range(12)]
-        await until(lambda: sidecar.pool()["engine"]["held_back"])
-        late = [asyncio.ensure_future(sidecar.ask(max_tokens=4)) for _ in range(6)]
-        await until(lambda: sidecar.pool()["waiting"] == 6)
-        assert sidecar.pool()["capacity"]["requests"] == 2 + 3, "as many as ran while others waited, and those that may"
-        waited = emulator.engine.waiting
-        assert sidecar.middleware.controller.notices() == [f"{waited} requests wait inside the engine, more than 3"]
-        assert [status for status, _ in await asyncio.gather(*flood, *late)] == [200] * 18
-        assert sidecar.pool()["leases"] == 0
-
-
 async def test_an_engine_that_starts_after_its_sidecar_is_waited_for_with_an_answer(tmp_path: Path) -> None:
     async with engine_of(Sglang, max_sequences=6, kv_tokens=900) as (_, url):
         pass  # its port is free again, and no one listens on it

@@ -85,10 +85,6 @@ class Engine:
         self.process.signal(signal.SIGKILL)
         await self.process.exit_code()
 
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.signal(number)
-
     async def __aenter__(self) -> Engine:
         await self.start()
         return self
@@ -250,21 +246,6 @@ async def test_an_engine_that_does_not_come_back_is_a_503_at_each_requests_own_t
 
 
 @pytest.mark.long
-async def test_a_server_that_ends_while_the_queue_is_held_answers_everyone_in_time(tmp_path: Path) -> None:
-    async with Engine() as engine, sidecar(tmp_path, engine.port, "--grace", "4s") as proxy:
-        await engine.kill()
-        await proxy.engine_is("down")
-        tasks = await send(proxy, 20)
-        await proxy.waits(20)
-        began_s = time.monotonic()
-        proxy.process.signal(signal.SIGTERM)
-        answers = await asyncio.gather(*tasks)
-        assert {(answer.status, answer.code) for answer in answers} == {(503, "draining")}
-        assert await proxy.process.exit_code() == 0
-        assert time.monotonic() - began_s < 8
-
-
-@pytest.mark.long
 async def test_clients_leave_a_held_queue_and_comments_go_on(tmp_path: Path) -> None:
     async with Engine() as engine, sidecar(tmp_path, engine.port) as proxy:
         await engine.kill()
@@ -282,35 +263,6 @@ async def test_clients_leave_a_held_queue_and_comments_go_on(tmp_path: Path) -> 
             assert rest.rstrip().endswith("data: [DONE]")
         answer = await tasks[9]
         assert answer.status == 200
-        await nothing_is_left(proxy)
-
-
-@pytest.mark.long
-async def test_an_engine_that_flaps_serves_everyone(tmp_path: Path) -> None:
-    async with Engine(step_ms=5) as engine, sidecar(tmp_path, engine.port) as proxy:
-        tasks = await send(proxy, 40)
-        for _ in range(3):
-            await engine.kill()
-            await proxy.engine_is("down")
-            await engine.start()
-            await proxy.engine_is("up")
-        answers = await asyncio.gather(*tasks)
-        failed = [answer for answer in answers if answer.status != 200]
-        assert len(failed) <= 12
-        assert {answer.code for answer in failed} <= {"engine_unreachable", CUT}
-        await nothing_is_left(proxy)
-
-
-@pytest.mark.long
-async def test_an_engine_that_is_stopped_and_goes_on_loses_nothing(tmp_path: Path) -> None:
-    async with Engine() as engine, sidecar(tmp_path, engine.port) as proxy:
-        tasks = await send(proxy, 40)
-        await proxy.waits(20)
-        engine.signal(signal.SIGSTOP)
-        await proxy.engine_is("down")
-        engine.signal(signal.SIGCONT)
-        answers = await asyncio.gather(*tasks)
-        assert {answer.status for answer in answers} == {200}
         await nothing_is_left(proxy)
 
 
@@ -365,13 +317,3 @@ async def test_a_replica_without_store_and_without_engine_holds_its_queue(tmp_pa
             answers = await asyncio.wait_for(asyncio.gather(*tasks), 60)
             assert sum(answer.status != 200 for answer in answers) <= 4, Counter(a.code for a in answers)
             await nothing_is_left(proxy)
-
-
-@pytest.mark.long
-async def test_observe_mode_holds_no_request(tmp_path: Path) -> None:
-    async with Engine() as engine, sidecar(tmp_path, engine.port, policy=POLICY + "mode: observe\n") as proxy:
-        await engine.kill()
-        await proxy.engine_is("down")
-        answer = await proxy.ask(1)
-        assert (answer.status, answer.code) == (502, "engine_unreachable")
-        assert 1 <= int(answer.headers["retry-after"]) <= 2

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from sidecar import AdmissionMiddleware
+from sidecar.cluster import overview
+from sidecar.policy.store import STORE_VARIABLE
 from tests.support.middleware import CHAT, Answer, App, chat, chunk, key, start, whole_body, write_policy
 from tests.support.serving import serving
+from tests.support.shared_pools import begun_store
 from tests.support.waiting import until
 from tests.support.wire import exchange, post
 
@@ -235,3 +238,24 @@ async def test_a_policy_that_cannot_be_used_changes_nothing_and_says_so(tmp_path
         await until(lambda: "cannot be used" in " ".join(site.sidecar.controller.notices()))
         assert site.sidecar.controller.snapshot is running
         assert (await site.ask(None, key("acme"))).status == 200
+
+
+async def test_replicas_that_run_different_policies_say_so_until_they_run_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "LASTING_S", 0.0)
+    with begun_store(tmp_path) as store:
+        monkeypatch.setenv(STORE_VARIABLE, store.url)
+        async with (
+            reloading(App(), tmp_path / "one", more="max_choices: 2\n") as one,
+            reloading(App(), tmp_path / "two", more="max_choices: 3\n") as two,
+        ):
+            for site, theirs in ((one, two), (two, one)):
+                here, there = (each.sidecar.controller for each in (site, theirs))
+                said = f"runs policy generation {there.policy.generation}, this one {here.policy.generation}, for "
+                await until(lambda said=said, here=here: said in " ".join(here.notices()))
+                assert set(here.state()["generations"]) == {here.policy.generation, there.policy.generation}
+            await two.write("max_choices: 2\n")
+            for site in (one, two):
+                await until(lambda controller=site.sidecar.controller: len(controller.state()["generations"]) == 1)
+                assert site.sidecar.controller.notices() == []

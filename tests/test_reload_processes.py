@@ -1,4 +1,4 @@
-"""Policies replaced in processes of their own: by SIGHUP, in a server that is not ours, and in one of two replicas."""
+"""Policies replaced in processes of their own: by SIGHUP, and in a server that is not ours."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 import pytest
 
 from sidecar.policy.compiler import load
-from tests.cluster.replicas import Replica, address, started
+from tests.cluster.replicas import address, started
 from tests.support.middleware import CHAT, chat, key, write_policy
 from tests.support.ports import free_ports
-from tests.support.redis_servers import RedisServer
-from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
@@ -158,67 +156,3 @@ async def test_a_mounted_app_follows_its_policy_and_takes_sighup_where_no_one_el
         process.send_signal(signal.SIGTERM)
         await asyncio.wait_for(process.wait(), 10)
     assert "Traceback" not in log.read_text()
-
-
-# -- two replicas
-
-
-class Two(NamedTuple):
-    store: RedisServer
-    replicas: list[Replica]
-    policies: list[Path]
-    logs: list[Path]
-
-
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[Two]:
-    policies, logs = [], []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        policies.append(write_policy(tmp_path / name))
-        logs.append(tmp_path / name / "log")
-    with begun_store(tmp_path) as store:
-
-        def serve(policy: Path, log: Path) -> Any:
-            served = ("serve", "--upstream", NOBODY, "--policy", str(policy), "--port", "0", "--admin-port", "0")
-            environment = {"SIDECAR_STORE": store.url, "SIDECAR_ENGINE_CHECK": "off"}  # there is no engine
-            return started(log, *served, "--log-format", "json", **environment)
-
-        with serve(policies[0], logs[0]) as one, serve(policies[1], logs[1]) as other:
-            pairs = zip((one, other), logs, strict=True)
-            sidecars = [Replica(process, address(process, log), address(process, log)) for process, log in pairs]
-            yield Two(store, sidecars, policies, logs)
-
-
-@pytest.mark.long
-async def test_replicas_that_run_different_policies_say_so_and_do_not_fight_over_the_store(two: Two) -> None:
-    first, second = (replica.admin_url for replica in two.replicas)
-    before = load(two.policies[0]).generation
-    for admin in (first, second):
-        state = await until(f"{admin}/state", lambda state: len(state["generations"].get(before, [])) == 2)
-        assert list(state["generations"]) == [before]
-        assert "admission_policy_generations{" in await page(f"{admin}/metrics")
-
-    write_policy(two.policies[0].parent, requests="7")
-    changed = load(two.policies[0]).generation
-    await until(f"{first}/state", runs(two.policies[0]))
-    for admin, theirs, own in ((first, before, changed), (second, changed, before)):
-        state = await until(f"{admin}/state", lambda state: len(state["generations"]) == 2)
-        assert set(state["generations"]) == {before, changed}
-        said = f"runs policy generation {theirs}, this one {own}, for "
-        ready = await until(f"{admin}/readyz", lambda ready, said=said: said in " ".join(ready["notices"]))
-        assert ready["status"] == "ready"
-        counted = 'admission_policy_generations{admission_pool="default"} 2.0'
-        await until(f"{admin}/metrics", lambda metrics, counted=counted: counted in metrics)
-        shown = await until(f"{admin}/overview", lambda shown: len(shown["replicas"]) == 2)
-        assert {replica["generation"] for replica in shown["replicas"]} == {before, changed}
-    for admin in (first, second):
-        state = await until(f"{admin}/state", lambda state: True)
-        assert state["pool"]["capacity"]["requests"] == 7, "the latest stated, heartbeats after"
-
-    write_policy(two.policies[1].parent, requests="7")
-    for admin in (first, second):
-        await until(f"{admin}/state", lambda state: list(state["generations"]) == [changed])
-        await until(f"{admin}/readyz", lambda ready: ready["notices"] == [])
-    for log in two.logs:
-        assert events(log).count("policy_reloaded") == 1

@@ -43,6 +43,8 @@ from sidecar.version import version_document
 LONGEST_INTERVAL_S = 1.0
 """The longest interval of the watchdog: a body's timeout or a disconnect may be noticed so much later."""
 SHORTEST_INTERVAL_S = 0.05
+SOONEST_MISS_S = 0.25
+"""The shortest interval at which a guarded tier's requests are looked at for a first token that is overdue."""
 REFUSED_BEFORE_END_S = 1.0
 """Enough to answer thousands of requests that wait."""
 DRY_RUN_DRAIN_S = 5.0
@@ -172,7 +174,7 @@ class AdmissionController:
         self.lease_sizes: Final = LeaseSizes(
             policy.learn, pool.now_us, LengthEstimator(), lambda: self._room().replicas
         )
-        self.gain: Final = GainMeter(pool.now_us, self.lease_sizes, lambda: self._room().replicas)
+        self.gain: Final = GainMeter(pool.now_us, self.lease_sizes, lambda: self._room().replicas, pool.note_slo)
         self._unguarded = services.unguarded
         self._followers: list[Callable[[], None]] = []
         self.background: Final = BackgroundResponses()
@@ -331,6 +333,7 @@ class AdmissionController:
     def _pause_without_engine(self) -> None:
         """Called at each change of the engine's state. In the dry run the pool shows what enforcing would do."""
         watch = self.engine_watch
+        self.gain.engine_changed(is_usable=watch.is_usable)
         self.pool.pause(None if watch.is_usable else f"no request can be sent to the engine: {watch.reason}")
 
     def is_stopping(self, canceled: asyncio.CancelledError) -> bool:
@@ -409,5 +412,6 @@ class AdmissionController:
 def _interval_s(policy: Policy) -> float:
     """The watchdog's interval for a policy, in seconds."""
     of_engine = (tier.timeouts.shortest_s for tier in policy.tiers)
-    shortest_s = min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s, *of_engine)
+    guarded = (max(SOONEST_MISS_S, tier.slo.ttft_s) for tier in policy.tiers if tier.hold and tier.slo.ttft_s)
+    shortest_s = min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s, *of_engine, *guarded)
     return max(SHORTEST_INTERVAL_S, shortest_s)

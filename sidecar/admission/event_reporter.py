@@ -93,7 +93,9 @@ class EventReporter(msgspec.Struct, eq=False):
         self.event(_classified(request, snapshot, at_us, api, is_kept))
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
-        """The request has to wait from now on. `obstacle` says why; it is called only where there is an observer."""
+        """The request has to wait from now on. `obstacle` says why; it is called only where someone listens."""
+        if self.gain is not None and self.gain.report is not None:
+            self.gain.report.queued(obstacle)
         if self.observation is not None or self._begin is not None:
             self.event(Queued(self._now_us(), *obstacle(), mark))
 
@@ -159,6 +161,11 @@ class EventReporter(msgspec.Struct, eq=False):
         if self.gain is not None:
             self.gain.first_byte(status)
         self.event(FirstByte(self._now_us(), status or 0))
+
+    def check(self, *, has_left: bool) -> None:
+        """Looks for a first token that is overdue. Called from time to time; `has_left`: its client is gone."""
+        if self.gain is not None and not has_left:
+            self.gain.check()
 
     def settled(  # noqa: PLR0917  # names at the call would cost as much as the rest
         self,

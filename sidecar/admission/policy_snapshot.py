@@ -71,9 +71,10 @@ class PolicySnapshot:
     `priorities` are the values that the engine gets, `tier_names` are header values. `are_preemptible` says whose
     requests' room may be taken back before their first byte, `are_preemptible_by_rule` whose might, if the app may be
     called twice. `abort_latency` is how long the engine computes on after an aborted request. `objectives` are the
-    tiers' own; none at all where no tier has one: then no gain is measured. `is_observing` is `mode: observe`,
-    `is_passing` is `mode: pass`, which guards no endpoint. `asks_usage_of` is the engine that is asked for the usage of
-    streams, None where no one asks.
+    tiers' own; none at all where no tier has one: then no gain is measured. `are_guarded` says whose
+    requests are reported to the pool as having met their objective or missed it: no one's in `mode: observe`.
+    `is_observing` is `mode: observe`, `is_passing` is `mode: pass`, which guards no endpoint. `asks_usage_of` is the
+    engine that is asked for the usage of streams, None where no one asks.
     """
 
     policy: Policy
@@ -89,6 +90,7 @@ class PolicySnapshot:
     abort_latency: AbortLatency
     routes: Routes
     objectives: tuple[Objective | None, ...] = ()
+    are_guarded: tuple[bool, ...] = ()
     is_observing: bool = False
     is_passing: bool = False
     asks_usage_of: Engine | None = None
@@ -126,6 +128,7 @@ def policy_snapshot(
         abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
         routes=policy.engine.routes,
         objectives=objectives if any(objectives) else (),
+        are_guarded=tuple(tier.hold > 0 and policy.mode is Mode.ENFORCE for tier in policy.tiers),
         is_observing=policy.mode is Mode.OBSERVE,
         is_passing=policy.mode is Mode.PASS,
         asks_usage_of=dialect if policy.usage is StreamUsage.ASK and dialect.usage_options else None,

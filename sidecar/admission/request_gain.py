@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from sidecar.admission.intake import SizedRequest
+from sidecar.admission.policy_snapshot import PolicySnapshot
+from sidecar.admission.slo_report import SloReport
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.engines.speed import (
@@ -52,6 +55,9 @@ _WITHOUT_TOKEN = re.compile(
 _NEVER = 2**62
 LEAST_SLACK_US = 1_000
 """Of one token, where an engine is as slow as the objective, or slower."""
+UNBLOCKED_BYTES = 32 * 1024
+"""Bytes of a stream that servers and sockets take before they wait for a client that does not read: uvicorn 64 KiB,
+hypercorn 32 KiB, and as much again in the system's buffers."""
 MOST_SHOWN = 64
 """Engines in a document, as in metrics."""
 
@@ -77,35 +83,49 @@ class GainDocument(msgspec.Struct, frozen=True):
 class GainMeter:
     """The gain of one pool's requests in one process, and the speed of its engines.
 
-    `replicas` is how many processes share the pool.
+    `replicas` is how many processes share the pool. `note_slo` is the pool's.
     """
 
-    def __init__(self, now_us: Callable[[], int], sizes: LeaseSizes, replicas: Callable[[], int] = lambda: 1) -> None:
+    def __init__(
+        self,
+        now_us: Callable[[], int],
+        sizes: LeaseSizes,
+        replicas: Callable[[], int] = lambda: 1,
+        note_slo: Callable[[int, str, bool], None] = lambda *_: None,
+    ) -> None:
         self.now_us = now_us
+        self._note_slo = note_slo
+        self.away_until_us = -1
         self._replicas = replicas
         self.speeds = EngineSpeeds()
         self.ledger = GainLedger()
         self._sizes = sizes
 
-    def follow(
-        self,
-        request: SizedRequest,
-        objectives: Sequence[Objective | None],
-        tier_names: Sequence[bytes],
-        arrived_us: int,
-    ) -> RequestGain | None:
+    def engine_changed(self, *, is_usable: bool) -> None:
+        """Requests can be sent to the engine, or cannot, from now on. It was `away_until_us`, -1 for never."""
+        if not is_usable:
+            self.away_until_us = _NEVER
+        elif self.away_until_us == _NEVER:
+            self.away_until_us = self.now_us()
+
+    def follow(self, request: SizedRequest, snapshot: PolicySnapshot, arrived_us: int) -> RequestGain | None:
         """Follows a request that was classified. None where it generates nothing, or where no one waits for it.
 
         One that its tenant's limits moved to a lower tier has that tier's objective.
         """
         if request.assumed_output < 1 or request.payload.background:
             return None
-        level = request.classification.level
-        objective = request.objective
-        if request.classification.downgraded_from is not None:
-            objective = objectives[level]
-        tier = None if objective is None else self.ledger.tier(tier_names[level].decode())
-        return RequestGain(self, request, objective, tier, arrived_us)
+        classification = request.classification
+        level, objective = classification.level, request.objective
+        is_downgraded = classification.downgraded_from is not None
+        if is_downgraded:
+            objective = snapshot.objectives[level]
+        tier = None if objective is None else self.ledger.tier(snapshot.tier_names[level].decode())
+        report = None
+        if snapshot.are_guarded[level] and not is_downgraded and objective is not None:
+            note = partial(self._note_slo, level, classification.tenant.name)
+            report = SloReport(note, arrived_us + objective.ttft_us)
+        return RequestGain(self, request, objective, tier, arrived_us, report=report)
 
     def appraise(self, request: SizedRequest, tier_names: Sequence[bytes]) -> None:
         """Gives a request its figures for the order by gain: none where its tier has no objective."""
@@ -143,13 +163,13 @@ class RequestGain:
     """One request, from its classification to its end. `sent` begins each attempt at an engine.
 
     `refused` or `settled` ends it, once. They return what it earned, None where its tier has no objective, or where it
-    was no offered load.
+    was no offered load. `report` is there for a guarded tier, but not for a request that is over its tenant's limits.
     """
 
     __slots__ = (
         "_admitted_us", "_arrived_us", "_base_us", "_bodies", "_call", "_deadlines", "_first_events", "_last_bodies",
         "_last_us", "_look_at", "_meter", "_now_us", "_objective", "_request", "_since", "_speed", "_step_us", "_tier",
-        "_until", "_usage",
+        "_unblocked", "_until", "_usage", "_whole_us", "report",
     )  # fmt: skip
 
     _speed: EngineSpeed
@@ -162,7 +182,10 @@ class RequestGain:
         objective: Objective | None,
         tier: TierGain | None,
         arrived_us: int,
+        *,
+        report: SloReport | None = None,
     ) -> None:
+        self.report = report
         self._meter = meter
         self._now_us = meter.now_us
         self._request = request
@@ -189,6 +212,8 @@ class RequestGain:
             streams=payload.stream,
         )
         self._admitted_us, self._usage = now_us, usage
+        if self.report is not None:
+            self._whole_us, self._unblocked = now_us, (now_us, 0)
         self._since: GenerationLoad | None = None
         self._until: tuple[GenerationLoad, int] | None = None
         self._bodies, self._first_events, self._look_at = 0, 0, 1
@@ -207,7 +232,11 @@ class RequestGain:
 
     def first_byte(self, status: int | None) -> None:
         """The first byte of the answer is there."""
-        call, request = self._call, self._request
+        call, request, report = self._call, self._request, self.report
+        if report is not None:
+            self._whole_us = self._now_us()
+            if (status or 0) >= 400:
+                report.failed()
         if call is None or not request.payload.stream:
             return
         is_sample = (status or 0) < 400 and request.api not in _TOKENS_LATER
@@ -218,9 +247,22 @@ class RequestGain:
         if self._call is not None:
             self._speed.ended(self._call, self._now_us())
         self._call = self._deadlines = None
+        if self.report is not None:
+            self.report.excuse()
+
+    def check(self) -> None:
+        """Reports a first token that is overdue. Call it from time to time, while the client is there."""
+        report, is_sent = self.report, self._call is not None
+        if report is None or (is_sent and self._deadlines is None):  # its first token will not be seen
+            return
+        if report.is_overdue(self._now_us(), waits=not is_sent):
+            self._report_first(report, is_missed=True)
 
     def refused(self, status: int | None, *, is_abandoned: bool) -> ServiceGain | None:
         """The request ended while it waited, or before. `status` is None where there was no one to answer."""
+        report = self.report
+        if report is not None and not is_abandoned and self._call is None and report.ends(self._now_us()):
+            self._report_first(report, is_missed=True)
         self.taken_back()
         is_mistake = status is not None and status < FIRST_LATER_STATUS
         return None if is_mistake else self._broken_off(0, is_abandoned=is_abandoned)
@@ -251,9 +293,56 @@ class RequestGain:
             tier.answered(tokens)
         else:  # an answer that does not stream, of an engine that does not count
             tokens = self._meter.expected_tokens(self._request, tier)
+        if self.report is not None:
+            self._report_answer(self.report, objective, tokens)
         if deadlines is not None:
             return self._earned(deadlines.streamed(tokens))
         return self._earned(TokenDeadlines(objective, self._arrived_us).whole(tokens, self._admitted_us, now_us))
+
+    # -- what the pool is told of a guarded tier
+
+    def _report_first(self, report: SloReport, *, is_missed: bool) -> None:
+        """Reports that the first token, or a whole answer, has come in time or is late."""
+        if is_missed and (self._meter.away_until_us >= self._arrived_us or self._is_too_long()):
+            report.excuse()
+        report.first_token(is_missed=is_missed)
+
+    def _is_too_long(self) -> bool:
+        """True if the prompt alone takes an idle engine longer than to the time at which the first token is due.
+
+        By the engine that has the request; of those that it may still be sent to, by the fastest one. While no speed is
+        known, it counts as short.
+        """
+        objective, call, request = self._objective, self._call, self._request
+        assert objective is not None
+        if call is not None:
+            times = [self._speed.computing_us(call.uncached)]
+        else:
+            uncached = max(0, request.prompt_tokens - max((hit for _, hit in request.hits or ()), default=0))
+            times = [engine.computing_us(uncached) for engine in self._meter.speeds.engines.values()]
+        return bool(times) and all(time_us is not None and time_us >= objective.ttft_us for time_us in times)
+
+    def _report_answer(self, report: SloReport, objective: Objective, tokens: int) -> None:
+        """Reports a complete answer of so many tokens.
+
+        Of a long stream only the beginning is looked at, which does not depend on how fast the client reads. One that
+        does not stream is all that is known of its request: where the engine counts its tokens.
+        """
+        usage, deadlines = self._usage, self._deadlines
+        sequences = max(1, self._request.payload.shown_sequences)
+        if deadlines is None:
+            if usage.output_tokens is not None:
+                last_us = report.due_us + max(0, tokens // sequences - 1) * objective.tpot_us
+                self._report_first(report, is_missed=self._whole_us >= last_us)
+            return
+        later = tokens / sequences - 1
+        if later < 1 or deadlines.first_us is None:
+            return
+        until_us = deadlines.last_us
+        if usage.read_bytes > UNBLOCKED_BYTES:
+            until_us, events = self._unblocked
+            later = (events - self._first_events) * tokens / deadlines.events / sequences
+        report.later_tokens(is_slow=deadlines.is_slow(until_us, later))
 
     # -- the answer as it passes
 
@@ -275,6 +364,8 @@ class RequestGain:
             usage.read()
         elif not usage.feed(body):
             return False
+        if self.report is not None and usage.read_bytes <= UNBLOCKED_BYTES:
+            self._unblocked = now_us, usage.chunks
         if now_us >= self._base_us + before * self._step_us or usage.chunks >= self._look_at:
             self._look(now_us, before, usage.chunks)
         return True
@@ -294,6 +385,8 @@ class RequestGain:
             else:
                 self._first_events, self._look_at = events, events + LOOK_AFTER
                 deadlines.read(now_us, events)
+                if self.report is not None:
+                    self._report_first(self.report, is_missed=now_us >= self.report.due_us)
                 return
         deadlines.in_time(now_us, before)
         deadlines.read(now_us, events)

@@ -97,8 +97,9 @@ class UsageReader(msgspec.Struct, eq=False):
     beginning are no such answer. `has_begun` is the caller's note that there is an answer. `chunks`
     counts the events of a stream: about one generated token each, and `large_tokens` more for large ones.
     `input_tokens` are the whole prompt, `cached_tokens` those of them that the engine's prefix cache had: None where no
-    answer said it. Engines that say it leave it out where it is 0. `text_bytes` are those of the generated text, None
-    where it is not measured, `later_tokens` those that came after the engine's last count: see `conclude`.
+    answer said it. Engines that say it leave it out where it is 0. `read_bytes` are those of a stream's body,
+    `text_bytes` those of the generated text, None where it is not measured, `later_tokens` those that came after the
+    engine's last count: see `conclude`.
     """
 
     input_tokens: int | None = None
@@ -107,6 +108,7 @@ class UsageReader(msgspec.Struct, eq=False):
     chunks: int = 0
     large_tokens: int = 0
     has_begun: bool = False
+    read_bytes: int = 0
     text_bytes: int | None = None
     later_tokens: int | None = None
     _line: bytes = b""
@@ -144,6 +146,7 @@ class UsageReader(msgspec.Struct, eq=False):
         self._reads += 1
         body = bytes(unread)
         unread.clear()
+        self.read_bytes += len(body)
         if not seen and not self._carried and len(body) > self._tried and self._take_whole(body):
             return
         if self.text_bytes is not None:

@@ -120,10 +120,7 @@ def run(args: argparse.Namespace) -> int:
     with own_logging(log):
         _raise_open_files()
         announce = _announce_and_log if log.format == "json" else _announce  # a machine reads it, and wants to know
-        if args.workers == 1:
-            failure = _serve(settings, announce, is_checked=not args.no_check)
-        else:
-            failure = _serve_by_workers(settings, args.workers, log, announce, is_checked=not args.no_check)
+        failure = _serve(settings, args.workers, log, announce, is_checked=not args.no_check)
     if failure is not None:  # after the last line of the log, which has a thread of its own
         print(f"sidecar: {failure}", file=sys.stderr)
     return 0 if failure is None else 1
@@ -167,18 +164,26 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
     )
 
 
-def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_checked: bool) -> Exception | None:
-    """Serves in this process. Returns why it could not begin."""
+def _serve(
+    settings: ServeSettings, workers: int, log: LogSettings, announce: Callable[[str], None], *, is_checked: bool
+) -> Exception | None:
+    """Serves in this process, or by several `workers`. Returns why it could not begin, or go on."""
     from sidecar.composition.serving import Serving, load_policy, upstreams
     from sidecar.policy.choices import Mode
     from sidecar.server import CannotServe, server
     from sidecar.server.certificate import new_certificate
-    from sidecar.telemetry.setup import TelemetryError
 
     try:
         policy = load_policy(settings.policy)
         if is_checked and policy.mode is not Mode.PASS:
             _check(policy, settings)
+        if workers > 1:
+            from sidecar.workers.supervisor import supervise
+
+            access = _access(settings)
+            server.run(supervise(settings, policy, workers, access=access, log=log, announce=announce))
+            _log.info("stopped", extra={"event": "stopped"})
+            return None
         certificate = new_certificate(settings.tls_cert, settings.tls_key)
         serving = Serving(settings, policy, _access(settings))
         server.run(
@@ -192,31 +197,9 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_check
                 certificate=certificate,
             )
         )
-    except (CannotServe, TelemetryError, ValueError) as error:
-        return error
-    serving.end()
-    return None
-
-
-def _serve_by_workers(
-    settings: ServeSettings, workers: int, log: LogSettings, announce: Callable[[str], None], *, is_checked: bool
-) -> Exception | None:
-    """Serves by processes of its own. Returns why it could not begin, or go on."""
-    from sidecar.composition.serving import load_policy
-    from sidecar.policy.choices import Mode
-    from sidecar.server import CannotServe, server
-    from sidecar.workers.supervisor import WorkersPlan, check_system, supervise
-
-    try:
-        check_system(workers)
-        policy = load_policy(settings.policy)
-        if is_checked and policy.mode is not Mode.PASS:
-            _check(policy, settings)
-        plan = WorkersPlan(settings, workers, log, policy, _access(settings))
-        server.run(supervise(plan, announce))
     except (CannotServe, ValueError) as error:
         return error
-    _log.info("stopped", extra={"event": "stopped"})
+    serving.end()
     return None
 
 

@@ -305,6 +305,14 @@ class EngineSpeed:
             None if token.error is None else round(token.error, 4),
         )
 
+    def computing_us(self, prompt_tokens: int) -> float | None:
+        """The time in which an idle engine computes a prompt, beside what it needs for any. None where it is unknown.
+
+        The prompts' own times are learned under load, too. What others cost there is mostly the same for each prompt.
+        """
+        line = self.first.line
+        return None if line is None or not line.is_slope_seen else line.slope_us * prompt_tokens
+
     def sent(self, tenant: str, uncached: int, now_us: int, *, sequences: int = 1, streams: bool = True) -> TimedCall:
         """A request was sent to the engine. Call `first_token` and `ended` for it.
 

@@ -13,52 +13,36 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.dry_run.request import DryRunRequest
-from sidecar.admission.forwarding import pass_on
 from sidecar.admission.intake import is_upload
-from sidecar.admission.request import RequestHandler
 from sidecar.admission.request_path import exact_paths, guarded_endpoint
-from sidecar.admission.self_view import is_self_view, send_self_view
-from sidecar.admission.unguarded import is_refused, pass_or_refuse
+from sidecar.admission.unguarded import is_refused
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
 from sidecar.fleet.model_list import asked_model, send_models
 from sidecar.fleet.models import ModelsController
+from sidecar.middleware import ReadModel, serve_scope
 from sidecar.payload.content_codings import packed_body
 from sidecar.policy.endpoint import Endpoint
 
 
 async def serve_models(front: ModelsController, lifespan: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Serves one ASGI scope: see `middleware.serve_scope`."""
-    endpoint = guarded_endpoint(front.snapshot.endpoints, scope)
-    if scope["type"] == "lifespan":
-        front.begin_lifespan()
-        await lifespan(scope, receive, send)
-    elif endpoint is not None:
-        if front.is_observing:
-            received_us = front.pool.now_us()
-            controller, receive = await _by_model(front, scope, receive, endpoint)
-            await DryRunRequest(front, controller, endpoint, scope, receive, send, received_us).run()
-        else:
-            await RequestHandler(front, endpoint, scope, receive, send).run()
-    elif (asked := asked_model(scope)) is not None:
+    """Serves one ASGI scope, as `middleware.serve_scope` does, and the pages that list the models."""
+    endpoint, received_us = guarded_endpoint(front.snapshot.endpoints, scope), front.pool.now_us()
+    if endpoint is None and (asked := asked_model(scope)) is not None:
         await send_models(front, asked, scope, send)
-    elif front.is_passing:
-        controller, receive = await _by_model(front, scope, receive)
-        await pass_on(controller, scope, receive, send)
-    elif is_self_view(scope):
-        await send_self_view(front, scope, send)
-    elif _is_harmless(front, scope) and not is_refused(front, scope):
-        controller, receive = await _by_model(front, scope, receive)
-        await pass_or_refuse(controller, scope, receive, send)
-    else:
-        await pass_or_refuse(front, scope, receive, send)
+        return
+    controller: AdmissionController = front
+    passes = front.is_observing if endpoint is not None else front.is_passing or _is_harmless(front, scope)
+    if passes:
+        controller, receive = await _by_model(front, scope, receive, endpoint)
+    await serve_scope(front, lifespan, scope, receive, send, model=ReadModel(controller, received_us))
 
 
 def _is_harmless(front: ModelsController, scope: Scope) -> bool:
-    """True if a request asks an engine something that generates nothing, such as `/tokenize`."""
-    is_post = scope["type"] == "http" and scope["method"] == "POST"
-    return is_post and any(map(front.snapshot.routes.harmless_route, exact_paths(scope)))
+    """True if a request may ask an engine something that generates nothing, such as `/tokenize`."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return False
+    return any(map(front.snapshot.routes.harmless_route, exact_paths(scope))) and not is_refused(front, scope)
 
 
 async def _by_model(

@@ -61,7 +61,7 @@ class TokenDeadlines:
     """
 
     __slots__ = (
-        "_due_us", "_first_due_us", "_first_us", "_late", "_objective", "_seen", "_sequences", "_skipped", "last_us",
+        "_due_us", "_first_due_us", "_late", "_objective", "_seen", "_sequences", "_skipped", "first_us", "last_us",
         "step_us",
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ class TokenDeadlines:
         self.step_us = max(1, round(objective.tpot_us * tokens_per_event / sequences))
         self._sequences = sequences
         self._seen = self._skipped = self._late = 0
-        self._first_us: int | None = None
+        self.first_us: int | None = None
         self.last_us = 0
 
     def read(self, now_us: int, events: int) -> None:
@@ -81,8 +81,8 @@ class TokenDeadlines:
         new = events - self._seen
         if new <= 0:
             return
-        if self._first_us is None:
-            self._first_us = now_us
+        if self.first_us is None:
+            self.first_us = now_us
         over_us = now_us - self._due_us
         if over_us >= 0:
             late = over_us // self.step_us + 1
@@ -146,15 +146,16 @@ class TokenDeadlines:
         return tokens - min(tokens, -(-self._late * tokens // events)) if events else 0
 
     def _outcome(self, tokens: int) -> SloOutcome:
-        first_us = self._first_us
-        if first_us is None:  # an answer without a token
+        if self.first_us is None:  # an answer without a token
             return SloOutcome.MET
-        if first_us >= self._first_due_us:
+        if self.first_us >= self._first_due_us:
             return SloOutcome.TTFT
-        later = tokens // self._sequences - 1
-        if later > 0 and self.last_us - first_us > later * self._objective.tpot_us:
-            return SloOutcome.TPOT
-        return SloOutcome.MET
+        return SloOutcome.TPOT if self.is_slow(self.last_us, tokens // self._sequences - 1) else SloOutcome.MET
+
+    def is_slow(self, until_us: int, later: float) -> bool:
+        """True if so many tokens of a sequence, after its first, took longer until a moment than the objective says."""
+        first_us = self.first_us
+        return later > 0 and first_us is not None and until_us - first_us > later * self._objective.tpot_us
 
 
 # -- headers by which a client loosens its tier's objective

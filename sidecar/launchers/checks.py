@@ -18,7 +18,7 @@ from sidecar.policy.model import Policy, is_forced
 from sidecar.policy.passing import load_or_pass
 from sidecar.policy.warnings import warnings
 from sidecar.server import CannotServe
-from sidecar.server.workers import PROCESSES_VARIABLE, ServerProcesses, refuse_separate_pools, refuse_shared_engine
+from sidecar.server.workers import PROCESSES_VARIABLE, ServerProcesses, refuse_several
 
 TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"
 """Set for processes that run the launcher again (TensorRT-LLM's further frontends), when the first may listen."""
@@ -56,10 +56,8 @@ def announce_processes(count: int, policy: Policy) -> None:
     Raises CannotLaunch where they would not share a pool, or where one of them would not get its admin port.
     """
     try:
-        if policy.engines is not None:
-            refuse_shared_engine(ServerProcesses(count))
-        elif not policy.is_bare and find_store(policy, os.environ) is None:
-            refuse_separate_pools(ServerProcesses(count))
+        is_shared = policy.is_bare or find_store(policy, os.environ) is not None
+        refuse_several(ServerProcesses(count), is_shared=is_shared, is_engine=policy.engines is not None)
         if TRIED_VARIABLE not in os.environ:
             try_ports(os.environ, count)
     except (CannotServe, ValueError) as mistake:

@@ -26,12 +26,11 @@ way to the middleware and back; with two, vLLM on the CPU kept its throughput (b
 class Capacity:
     """The capacity of the engine. One of the two is enough; a request must fit in both.
 
-    With `from: engine` whatever is not written is read from the engine, again and again: it follows changes, and keeps
-    the last good value where it can be read no more.
+    With `from: engine` what is not written is read from the engine every second; the last good value stays.
     """
 
     read_from: Annotated[CapacitySource, of.Choice(CapacitySource, "source of a capacity")] | None = key(
-        None, "`engine`: read from it what is not written here.", "engine", name="from"
+        None, "`engine`: read what is not written here.", "engine", name="from"
     )
     tokens: of.PositiveCount | None = key(None, "Tokens that the KV cache holds.", "400k")
     requests: of.PositiveCount | None = key(None, "Requests in the running batch.", 160)
@@ -40,16 +39,16 @@ class Capacity:
     )
     waiting: of.Count = key(
         DEFAULT_WAITING,
-        "With `from: engine`: requests that may wait inside the engine, so that it never runs dry.",
+        "With `from: engine`: requests that may wait inside the engine.",
         8,
     )
 
     learn: of.LearnChoice = key(
         # One answer in twenty outgrows what its lease held at first, and the lease then grows.
         "cautious",
-        "Whether a lease holds the output that answers like it had, or with `off` its `max_tokens`. "
-        "`full` holds less, and counts that requests end at different times. With `engines`, write it"
-        " in their common `capacity`.",
+        "The output that a lease holds: as answers like it had, or with `off` its `max_tokens`. `full` holds "
+        "less, and counts that requests end at different times. With `engines`, write it in their common "
+        "`capacity`.",
         "full",
     )
 

@@ -49,7 +49,7 @@ class RequestSize:
 @dataclass(frozen=True, slots=True)
 @declared
 class CostPlace:
-    """Where an answer says its cost in tokens: one of the two."""
+    """Where an answer says its cost in tokens. One of the two is written."""
 
     header: of.HeaderName | None = key(None, "A header of the answer.", "x-cost-tokens")
     member: of.MemberName | None = key(None, "A member of the answer's JSON, wherever it stands.", "total_tokens")

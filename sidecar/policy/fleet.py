@@ -40,9 +40,7 @@ ONE_ENGINE = "[{name: a, url: http://a:8000}]"
 class EngineAddress:
     """One engine: an instance of the engine that the policy names."""
 
-    name: of.EngineName = key(
-        ..., "Its name, unique among the engines: in metrics, `sidecar engines` and `x-admission-engine`.", "a"
-    )
+    name: of.EngineName = key(..., "Its name, unique among the engines.", "a")
     url: of.EngineUrl = key(..., "Its address, also with a base path.", "http://a:8000")
     capacity: Annotated[Capacity, ReadAs(Capacity | None)] = key(
         None, "Its size. Default: `capacity` of `engines`.", {"tokens": "400k", "requests": 160}
@@ -52,7 +50,7 @@ class EngineAddress:
     )
     speed: of.Speed = key(
         1,  # replicas of one deployment are alike
-        "Its speed against the other engines: of two that are as busy, one of 0.5 counts as twice as busy.",
+        "Its speed against the other engines: one of 0.5 counts as twice as busy.",
         0.5,
     )
 
@@ -121,8 +119,8 @@ class Affinity:
     session: of.SessionSources = key(
         # The prompt's bytes show a hit. A session's name only claims one, and a false claim overfills an engine.
         [],
-        "Headers, or `prompt_cache_key`, that name a session: the engine that served it last is taken"
-        " to have all of its prompt.",
+        "Headers, or `prompt_cache_key`, that name a session: the engine that served it last is taken to have "
+        "all of its prompt.",
         ["x-session-id", "prompt_cache_key"],
     )
 
@@ -130,16 +128,16 @@ class Affinity:
 @dataclass(frozen=True, slots=True)
 @declared
 class HealthBody:
-    """The probes that say whether an engine is there. A refused connection takes it out at once."""
+    """The probes that say whether an engine is there. A refused connection takes an engine out at once."""
 
     path: of.UrlPath | None = key(
         None,  # `/health` of SGLang generates a token, so its page is another: each engine's class has its own
-        "The page. Any answer but 502, 503 and 504 is life. Default: the engine's own, `/health` for most.",
+        "The page. Any answer but 502, 503 and 504 is life. Default: the engine's own.",
         "/health",
     )
     every_s: of.Period = key(
         "2s",  # a health page costs milliseconds
-        "How often it is read. An engine that is down is asked more often.",
+        "How often it is read; more often of an engine that is down.",
     )
     fail: of.PositiveCount = key(
         3,  # a busy engine may be slow to answer once; six seconds without a sign of life are another matter
@@ -162,11 +160,11 @@ class Replay:
 
     before_first_byte: of.Replays = key(
         1,  # unseen by the client, and one engine more
-        "How often one request is replayed: 1, or 0 for never. A request that broke two engines gets a 502.",
+        "How often one request is replayed: 1, or 0 for never. The next break is a 502.",
     )
     budget: of.Share = key(
         "10%",  # a replay computes a prompt twice: engines that all break must not get twice the work as well
-        "The part of all admissions that may be replays. Ten a minute are always allowed.",
+        "The part of all admissions that may be replays; ten a minute always may.",
     )
 
 
@@ -191,7 +189,7 @@ class FleetPolicy:
         None, "The engines, one by one.", [{"name": "a", "url": "http://a:8000"}]
     )
     file: of.EngineListAt | None = key(
-        None, "A file that lists them, relative to this one. It is followed while the sidecar runs.", "engines.yaml"
+        None, "A file that lists them, relative to this one. It is followed.", "engines.yaml"
     )
     dns: DnsService | None = key(None, "A name whose records are the engines.", {"name": "vllm.default.svc:8000"})
     mounted: Annotated[bool, ReadAs(of.Mounted | None, bool)] = key(

@@ -100,14 +100,14 @@ class PoolFile:
     )
     order: Annotated[Order, of.Choice(Order, "order")] = key(
         "level",
-        "The order of requests beyond their tiers' floors. `gain` serves first what earns most before"
-        " its deadline, of tiers with an `slo` of `ttft` and `tpot`.",
+        "The order beyond the tiers' floors. `gain`: first what earns most before its deadline, of tiers with "
+        "an `slo` of `ttft` and `tpot`.",
         "gain",
         is_fixed=True,
     )
     fair: of.Share = key(
         "25%",  # a quarter repairs the important tiers' worst waits, and costs one point in a hundred of the gain
-        "With `order: gain`, the part of each reserve that is the tier's floor, filled in fair order.",
+        "With `order: gain`: the part of each reserve that is filled in fair order.",
         "50%",
     )
     default_level: Annotated[int, ReadAs(of.Level | None)] = key(
@@ -118,24 +118,21 @@ class PoolFile:
     )
     mode: Annotated[Mode, of.Choice(Mode, "mode")] = key(
         "enforce",
-        "`observe` lets every request pass, and records what `enforce` would have done. `pass` only "
-        "lets them pass, for when the sidecar is the problem.",
+        "`observe` and `pass` let every request pass; `observe` records what `enforce` would have done.",
         "observe",
     )
     max_preemptions: of.Count = key(
         2,  # what was preempted twice has cost the engine two prefills: the third time it stays
-        "How often one request is preempted at most. For tiers that are preemptible.",
+        "How often one request is preempted at most.",
     )
     keep_alive_s: of.PositiveSeconds | None = key(
         None,
-        "How often a streaming client that queues is sent a comment, so that no load balancer ends "
-        "the connection. Default: never.",
+        "How often a streaming client that queues gets a comment, which keeps its connection open. Default: never.",
         "15s",
     )
     trace_waits_s: of.Seconds = key(
         "30s",  # waits that are shorter are seen when they end; beyond, someone looks at the trace meanwhile
-        "How often a waiting request has a span `admission.waiting`, so that a long wait is seen "
-        "before it ends. `0s`: never.",
+        "How often a waiting request has a span `admission.waiting`. `0s`: never.",
         "5m",
     )
     anonymous: Annotated[Tenant | None, ReadAs(of.AnonymousLevel | None, _anonymous)] = key(
@@ -146,47 +143,44 @@ class PoolFile:
     )
     engine_levels: Annotated[tuple[tuple[float, int], ...], ReadAs(of.Thresholds | None)] = key(
         None,
-        "For the source `engine`: from which number on a client's own engine priority counts as a "
-        "tier. A number in the body's `priority` is then on that scale, not from 0 to 1.",
+        "For the source `engine`: from which number on a client's own engine priority counts as a tier. The "
+        "body's `priority` is then on that scale, not from 0 to 1.",
         {"high": 10, "normal": 5, "batch": 0},
         is_always_read=True,
     )
     endpoints: Annotated[Mapping[str, Endpoint], ReadAs(_Endpoints, new_endpoints)] = key(
         {path: {} for path in STANDARD_PATHS},
-        "The guarded paths; `unguarded` says what happens on all others. Default: the standard /v1 paths.",
+        "The guarded paths.",
     )
     unguarded: Annotated[Unguarded, of.Choice(Unguarded)] | None = key(
         None,  # a proxy knows the engine's paths; an app has paths of its own, such as /login
-        "Paths that are not guarded. `deny`: reading (GET) and what is known to be harmless, such as "
-        "tokenizing, passes; the rest is a 404. `generating`: only paths on which the engine "
-        "generates are a 404. `allow`: all pass. Default: `deny` before an engine's server, "
-        "`generating` in an app.",
+        "All other paths. `deny`: reading (GET) and what is known to be harmless passes; the rest is a 404. "
+        "`generating`: only what runs the model is a 404. `allow`: all pass. Default: `deny` before an "
+        "engine's server, `generating` in an app.",
         "deny",
     )
     usage: Annotated[StreamUsage, of.Choice(StreamUsage)] = key(
         "ask",  # an event may hold any number of tokens: counted by its events, an answer can cost a tenth
-        "The tokens of a stream whose client does not ask for `usage`. `ask`: the engine is asked, "
-        "and the client does not see it. `as_sent`: they are estimated from the text. With `engine: "
-        "none` nothing is asked.",
+        "A stream whose client does not ask for `usage`. `ask`: the engine is asked, and the client does not "
+        "see it. `as_sent`: its tokens are estimated from the text.",
         "as_sent",
     )
     usage_in_traces: Annotated[UsageInTraces, of.Choice(UsageInTraces)] = key(
         "once",  # a backend that adds up what the spans of a trace used would count the same tokens twice
-        "Whether the `engine` span has `gen_ai.usage`. `once`: unless a mounted app has traced its "
-        "own call of the model with it. `never`: something else traces it.",
+        "The `gen_ai.usage` of the `engine` span. `once`: unless a mounted app has traced it. `never`: "
+        "something else traces it.",
         "never",
     )
     public: of.PathList | None = key(
         None,  # load balancers ask whether the engine lives; nothing else is for who has no key
-        "With `unguarded: deny` and `anonymous: deny`, the paths that may be read without a key. "
-        "Default: the engine's liveness page; with another `anonymous`, every path. The engine's "
-        "metrics and settings are shown only where they are named here.",
+        "With `unguarded: deny` and `anonymous: deny`: the paths that may be read without a key. Default: the "
+        "engine's liveness page; with another `anonymous`, every path. The engine's metrics and settings are "
+        "shown only if named here.",
         ["/health", "/metrics"],
     )
     background: Annotated[Background, of.Choice(Background)] = key(
         "refuse",  # such a response is answered at once and runs on: its request would hold nothing meanwhile
-        "`background: true` on responses. `refuse`: a 400. `hold`: the response holds its lease until"
-        " it ends at the engine.",
+        "`background: true` on responses. `refuse`: a 400. `hold`: it holds its lease until it ends at the engine.",
         "hold",
     )
     tenant_files: of.Text | None = key(
@@ -220,7 +214,7 @@ class PoolFile:
     max_body_bytes: of.Bytes = key(DEFAULT_MAX_BODY, "The largest request body.")
     max_upload_bytes: of.Bytes | None = key(
         None,
-        "The largest upload to a path with `api: generic`, which is not read into memory. Default: `max_body`.",
+        "The largest upload to a path with `api: generic`. Default: `max_body`.",
         "1GiB",
     )
     body_timeout_s: of.PositiveSeconds = key("30s", "The longest a request's body may take to arrive.")
@@ -229,13 +223,12 @@ class PoolFile:
     )
     disconnect_grace_s: of.Seconds = key(
         "2s",
-        "How long an app may go on after its client's disconnect. Then its request counts as ended, "
-        "and holds its room for `abort_latency`.",
+        "How long an app may go on after its client's disconnect. Then the request counts as ended, and holds "
+        "its room for `abort_latency`.",
     )
     abort_latency_s: of.Seconds | None = key(
         None,
-        "How long the engine may compute on after a disconnect: so long a request keeps its room. "
-        "Default: the engine's own.",
+        "How long a request keeps its room after a disconnect, as the engine computes on. Default: the engine's own.",
         "4s",
     )
     tokenizer: of.ExistingFile | None = key(
@@ -243,60 +236,55 @@ class PoolFile:
     )
     store: of.StoreAt | None = key(
         None,
-        "Where many replicas keep one pool: redis://, rediss://, unix://, redis+sentinel:// or "
-        "redis+cluster://. SIDECAR_STORE goes before it, and is the better place for a password.",
+        "The store that replicas share: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://. "
+        "SIDECAR_STORE goes before it, and is better for a password.",
         "redis://127.0.0.1:6379/0",
         is_fixed=True,
     )
     usage_days: of.UsageDays = key(
         62,  # a whole month and the one before
-        "For how many days the use of the tenants is kept in the store, up to 400. 0 counts nothing.",
+        "For how many days tenants' use is kept in the store, up to 400. 0 counts nothing.",
         400,
         is_fixed=True,
     )
     stored_tenants: Annotated[StoredTenants, ReadAs(of.Flag, _unread)] = key(
         False,  # else everyone who can write to the store could make a tenant
-        "Tenants in the store, too, which `sidecar tenants` and the admin port change while the "
-        "sidecars run. It needs a store.",
+        "Tenants in the store, too, which `sidecar tenants` and the admin port change. It needs a store.",
         is_fixed=True,
     )
     pool: of.PoolName = key(
         "default",
-        "The pool's name in the store, where several share one. Without a store, here or in "
-        "SIDECAR_STORE, it does nothing.",
+        "The pool's name in the store (here, or SIDECAR_STORE), where several share one.",
         "chat-70b",
         is_fixed=True,
     )
     on_store_loss: Annotated[StoreLoss, of.Choice(StoreLoss)] = key(
         "divide",  # the engine still works: a part of the pool for each replica is safe, and better than refusing all
-        "While the store cannot be reached: `divide` goes on with this replica's part of the pool, "
-        "`closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
+        "While the store (here, or SIDECAR_STORE) cannot be reached: `divide` goes on with this replica's "
+        "part of the pool, `closed` refuses with 503.",
         "closed",
         is_fixed=True,
     )
     replicas: of.PositiveCount = key(
         1,  # its own part is then the whole pool: no request of a single replica waits for want of a number
-        "Into how many parts a replica divides the pool that has not reached the store since its "
-        "start. Later it knows their number.",
+        "Into how many parts a replica divides the pool that has not reached the store since its start.",
         3,
         is_fixed=True,
     )
     forward_key: of.Flag = key(
         False,  # the engine has no use for it, and its log may show it
-        "Whether a client's API key reaches the engine. By default the engine's own, "
-        "SIDECAR_ENGINE_KEY, takes its place.",
+        "Whether a client's API key reaches the engine. Else SIDECAR_ENGINE_KEY takes its place.",
     )
 
     max_choices: of.PositiveCount = key(
         MAX_CHOICES,
-        "The most choices of a prompt (`n`, `best_of`) of one request. Prompts of a list do not "
-        "count: the engine queues them itself.",
+        "The most choices (`n`, `best_of`) of one request. Prompts of a list do not count.",
         16,
     )
     unsized: Annotated[Unsized, of.Choice(Unsized)] = key(
         "refuse",  # to hold the most that a tier may be given makes one request as dear as all others together
-        "A request whose prompt is not in its body, such as `previous_response_id`: `refuse` answers "
-        "400, `hold` lets it hold its tier's `max_request_tokens`, or else its size limit.",
+        "A request whose prompt is not in its body, such as `previous_response_id`. `refuse`: a 400. `hold`: "
+        "it holds its tier's `max_request_tokens`, or else its size limit.",
         "hold",
     )
 

@@ -37,10 +37,9 @@ anonymous: normal
 tenants: tenants/*.yaml
 ```
 
-Written by `python -m sidecar.policy.reference` from the models that read them; a test keeps it so. `policies/` has
-commented examples, and JSON Schemas for editors. `sidecar check` says what is wrong with a policy. Shares are written
-`20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`. In brackets stands a key's default (of several
-values the bold one), or how a value is written.
+`sidecar check` says what is wrong with a policy; [policies/](../policies/) has commented examples, and JSON Schemas for
+editors. Shares are written `20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`. In brackets stands
+a key's default (of several values the bold one), or how a value is written.
 """
 
 _Schema = dict[str, Any]
@@ -90,7 +89,8 @@ def _is_named(key: _Schema) -> bool:
 def _sections(document: _Schema, mapping: _Schema, title: str, path: tuple[str, ...], paths: _Paths) -> Iterator[str]:
     """A mapping's own section, then those of the mappings inside it."""
     yield f"## {title}\n" if not path else f"### `{'.'.join(path)}`\n"
-    yield f"{_paragraphs(mapping['description'])}\n"
+    if description := mapping["description"] if not path else _beyond_its_row(mapping["description"]):
+        yield f"{_paragraphs(description)}\n"
     yield from _keys(mapping, paths)
     yield ""
     for inner, below in _inside(mapping, path):
@@ -127,7 +127,7 @@ def _value(key: _Schema) -> str:
     if mapping_in(key) is not None:
         return "a list" if any(one.get("type") == "array" for one in (key, *key.get("anyOf", ()))) else ""
     kind = _describe(key)
-    if "`" in kind:
+    if "`" in kind and not (key.get("type") == "boolean" and "default" in key):
         return kind
     if key.get("default") is not None:
         return ""
@@ -174,6 +174,11 @@ def _flow(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_flow, value)) + "]"
     return str(value)
+
+
+def _beyond_its_row(doc: str) -> str:
+    """A mapping's description without its first sentence: the row of its key says that."""
+    return doc.partition(".")[2].strip()
 
 
 def _paragraphs(doc: str) -> str:

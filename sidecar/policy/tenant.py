@@ -14,7 +14,7 @@ from sidecar.policy.declared import OrDefault, ReadAs, declared, key
 @dataclass(frozen=True, slots=True)
 @declared
 class Limits:
-    """A tenant's own limits; what is left out is unlimited."""
+    """A tenant's own limits. Each is unlimited if left out."""
 
     requests_per_minute: of.RateCount | None = key(None, "Requests per minute.", 600)
     tokens_per_minute: of.RateCount | None = key(None, "Tokens per minute, prompts and answers.", "200k")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import NamedTuple
 
 from sidecar.pools.calls import NO_GUARD, PPM, Call, GuardDecided, GuardHeld, Reply, SloSeen
 from sidecar.scheduling.figures import Rules
-from sidecar.scheduling.guard import GuardState, Seen, decide
-from sidecar.scheduling.guarded import DECIDE_EVERY_US
+from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, decide, first_state
+from sidecar.scheduling.guarded import DECIDE_EVERY_US, largest_share
 from sidecar.scheduling.scheduler import Scheduler
 
 TOLD_EVERY_US = 1_000_000
@@ -20,7 +21,7 @@ TOLD_EVERY_US = 1_000_000
 
 
 def take(scheduler: Scheduler, levels: Mapping[str, int], call: Call, last_number: int, now_us: int) -> None:
-    """What a call says of guarded tiers counts in the ledger's scheduler, what it said before (`last_number`) once."""
+    """Counts what a call decided, and what it saw, unless an earlier one (`last_number`) said so, in the scheduler."""
     for decided in call.guards:
         guarded = scheduler.guards.of(levels.get(decided.tier, -1))
         if guarded is not None and guarded.decided_us == decided.since_us:
@@ -44,7 +45,24 @@ def mirror(scheduler: Scheduler, level: int, held: GuardHeld) -> None:
     """The scheduler of a replica has a guarded tier as a reply had it."""
     guarded = scheduler.guards.of(level)
     if guarded is not None and held.share_ppm:
-        guarded.share, guarded.has_kept_out = Fraction(held.share_ppm, PPM), held.has_kept_out
+        guarded.share, guarded.decided_us = Fraction(held.share_ppm, PPM), held.decided_us
+        guarded.met, guarded.missed, guarded.has_kept_out = held.met, held.missed, held.has_kept_out
+
+
+class GuardFigures(NamedTuple):
+    """A guarded tier. Less important requests may fill the pool to `share` of it, and they hold `below` of it now.
+
+    `met` and `missed` count what this process has seen since it began. `is_in_vain`: the SLO was missed at the last
+    decision though the less important held no more than their floors, or than one request.
+    """
+
+    tier: str
+    share: float
+    below: float
+    total: float
+    met: int
+    missed: int
+    is_in_vain: bool
 
 
 class MemberGuard:
@@ -53,6 +71,8 @@ class MemberGuard:
     def __init__(self, rules: Rules) -> None:
         self._counts: dict[int, dict[str, list[int]]] = {}
         self._decided: list[GuardDecided] = []
+        self._seen: dict[int, list[int]] = {}  # since the process began
+        self._in_vain: set[int] = set()
         self._tell_at_us: int | None = None
         self.change_rules(rules)
 
@@ -62,17 +82,23 @@ class MemberGuard:
         self._levels = [level for level, tier in enumerate(rules.tiers) if tier.hold > 0]
         self._counts = {level: counts for level, counts in self._counts.items() if level in self._levels}
 
+    @property
+    def is_needed(self) -> bool:
+        """True if a tier is guarded."""
+        return bool(self._levels)
+
     def note(self, level: int, tenant: str, *, is_missed: bool, now_us: int) -> int | None:
         """A first token or an answer of a tier. Returns when it is to be told, None where the tier is not guarded."""
         if level not in self._levels:
             return None
         self._counts.setdefault(level, {}).setdefault(tenant, [0, 0])[is_missed] += 1
+        self._seen.setdefault(level, [0, 0])[is_missed] += 1
         if self._tell_at_us is None:
             self._tell_at_us = now_us + TOLD_EVERY_US
         return self._tell_at_us
 
     def seen(self, now_us: int) -> list[SloSeen]:
-        """What is to be told now."""
+        """Returns the news of it that is due."""
         if self._tell_at_us is None or now_us < self._tell_at_us:
             return []
         counts, self._counts, self._tell_at_us = self._counts, {}, None
@@ -93,35 +119,55 @@ class MemberGuard:
             call.guards = self._decided
         self._decided = []
 
-    def is_due(self, reply: Reply) -> bool:
-        """True if a reply says that something is to be decided."""
-        return bool(self._levels) and any(
-            tier.guard.share_ppm and reply.now_us >= tier.guard.decided_us + DECIDE_EVERY_US for tier in reply.tiers
-        )
+    def due_in_us(self, reply: Reply) -> int | None:
+        """When something is to be decided, from the moment of a reply on; 0: now. None: nothing was seen since."""
+        own = {self._rules.tiers[level].name for level in self._levels}
+        found = [
+            max(0, of.decided_us + DECIDE_EVERY_US - reply.now_us)
+            for of in (tier.guard for tier in reply.tiers if tier.tier in own)
+            if of.share_ppm and (of.met or of.missed or of.has_kept_out or not of.decided_us)
+        ]
+        return min(found, default=None)
 
     def decide(self, reply: Reply, pool: Scheduler) -> None:
         """Decides by a reply, and by what the tiers of the `pool` hold."""
-        held = {tier.tier: tier.guard for tier in reply.tiers}
+        guards = {tier.tier: tier.guard for tier in reply.tiers}
         for level in self._levels:
             tier = self._rules.tiers[level]
-            of, guarded = held.get(tier.name, NO_GUARD), pool.guards.of(level)
+            of, guarded = guards.get(tier.name, NO_GUARD), pool.guards.of(level)
             if guarded is None or not of.share_ppm or reply.now_us < of.decided_us + DECIDE_EVERY_US:
                 continue
-            below = pool.guards.held_below(guarded)
-            floors = pool.guards.floors_below(guarded)
-            seen = Seen(
-                of.met,
-                of.missed,
-                guarded.share_of(below, pool.capacity),
-                guarded.share_of(floors, pool.capacity),
-                of.has_kept_out,
-            )
-            before = GuardState(*of.state) if of.state else GuardState()
+            held = pool.guards.held_below(guarded), pool.held, guarded.floors
+            below, total, floors = (largest_share(amount, pool.capacity) for amount in held)
+            if held[0][1] <= 1:
+                below = 0.0  # one is let in at any share: a smaller share is no help
+            seen = GuardedPeriod(of.met, of.missed, below, total, floors, of.has_kept_out)
+            is_known = len(of.state) == len(GuardState._fields)
+            before = GuardState._make(of.state) if is_known else first_state(floors)
             after = decide(before, seen, float(tier.hold))
+            self._note_vain(level, before, seen)
             share_ppm = max(1, round(after.share * PPM))
             self._decided.append(
                 GuardDecided(tier.name, of.decided_us, share_ppm, of.met, of.missed, [float(it) for it in after])
             )
+
+    def _note_vain(self, level: int, before: GuardState, seen: GuardedPeriod) -> None:
+        met, missed = before.met + seen.met, before.missed + seen.missed
+        if met + missed >= FEWEST:
+            is_missed = missed > (1 - self._rules.tiers[level].hold) * (met + missed)
+            is_at_least = seen.held <= seen.floors or before.share <= LEAST
+            (self._in_vain.add if is_missed and is_at_least else self._in_vain.discard)(level)
+
+    def figures(self, pool: Scheduler) -> list[GuardFigures]:
+        """The guarded tiers, as they stand in the `pool`."""
+        found = []
+        for guarded in pool.guards.tiers:
+            held = pool.guards.held_below(guarded), pool.held
+            below, total = (largest_share(amount, pool.capacity) for amount in held)
+            met, missed = self._seen.get(guarded.level, (0, 0))
+            name, in_vain = self._rules.tiers[guarded.level].name, guarded.level in self._in_vain
+            found.append(GuardFigures(name, float(guarded.share), below, total, met, missed, in_vain))
+        return found
 
     @property
     def has_decided(self) -> bool:

@@ -31,7 +31,7 @@ from sidecar.pools.calls import (
     WakeUp,
 )
 from sidecar.pools.elsewhere import GrantsElsewhere
-from sidecar.pools.guards import MemberGuard
+from sidecar.pools.guards import GuardFigures, MemberGuard
 from sidecar.pools.known_pool import KnownPool
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member_events import Entered, Event, MemberMode, TakeBack, TicketRefused
@@ -252,6 +252,10 @@ class Member:
         if tell_at_us is not None:
             self._call_by(tell_at_us)
 
+    def guards(self, now_us: int) -> list[GuardFigures]:
+        """The guarded tiers, the most important first."""
+        return self._guard.figures(self.mirror(now_us)) if self._guard.is_needed else []
+
     def close(self, now_us: int) -> None:
         """Says goodbye when the last request has ended."""
         self.is_closing = True
@@ -442,9 +446,11 @@ class Member:
 
     def _decide_guards(self, reply: Reply, now_us: int) -> None:
         """Rule 10, where the time has come."""
-        if self._guard.is_due(reply):
+        due_in_us = self._guard.due_in_us(reply)
+        if due_in_us == 0:
             self._guard.decide(reply, self.mirror(now_us))
-            self._call_by(now_us)
+        if due_in_us or self._guard.has_decided:
+            self._call_by(now_us + (due_in_us or 0))
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:
         """The aged level of a ticket as a whole level (rule 3)."""

@@ -14,7 +14,9 @@ from sidecar.pools.clock import Clock
 from sidecar.pools.engine_reports import engine_figures, engine_obstacle, engine_state
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import EngineFigures, EngineOffer
+from sidecar.pools.guards import GuardFigures
 from sidecar.pools.ledger_link import Link
+from sidecar.pools.ledger_rules import new_ticket
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import MemberMode
 from sidecar.pools.pool_requests import PoolRequests
@@ -22,6 +24,7 @@ from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_w
 from sidecar.pools.store_status import StoreStatus
 from sidecar.pools.store_watch import StoreWatch
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
+from sidecar.scheduling.guarded import largest_share
 
 LONGEST_EXPECTED_S = 3600.0
 """A longer wait is not foreseen: a queue that has hardly moved lately says nothing."""
@@ -114,8 +117,26 @@ class ReportedPool:
         if self.status.state is StoreState.DIVIDED:
             return alone(rules, usage, ask)
         of_pool = obstacle(rules, usage, ask)
+        if of_pool[0] is Obstacle.BEHIND:
+            of_pool = self._guarded(ask) or of_pool
         of_engine = engine_obstacle(self.engines(), ask, of_pool) if self._has_names else None
         return of_engine or of_pool
+
+    def guards(self) -> Sequence[GuardFigures]:
+        """The tiers whose SLO is held, the most important first."""
+        return self._member.guards(self.now_us())
+
+    def _guarded(self, ask: Ask) -> tuple[Obstacle, str] | None:
+        """The most important guarded tier that leaves no room to a request beyond its floor, if there is one."""
+        scheduler = self._member.mirror(self.now_us()) if self.guards() else None
+        if scheduler is None or (guarded := scheduler.guards.keeping_out(new_ticket(ask, 0, 0))) is None:
+            return None
+        name, share = scheduler.rules.tiers[guarded.level].name, float(guarded.share)
+        total = largest_share(scheduler.held, scheduler.capacity)
+        return Obstacle.GUARDED, (
+            f"tier {name} is held to its SLO: less important requests may fill the pool to {share:.0%} beyond their"
+            f" reserves, and {total:.0%} of it is held"
+        )
 
     def readiness(self) -> Sequence[str]:
         """Why this pool admits no request at present; empty while it does."""

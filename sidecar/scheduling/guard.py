@@ -1,28 +1,104 @@
-"""PLACEHOLDER until the controller comes: plain AIMD."""
+"""Controller of a guarded tier: how full the pool may be when less important work is admitted, so that the tier's SLO
+holds. No I/O and no clock.
+
+A tier with `slo` and `hold` has one number, its share g in (0, 1]. A ticket of a less important tier fits where, in
+each dimension, ALL that tickets hold is with it at most g * C; or where the less important hold with it no more than
+their floors; or where they hold nothing yet. `decide` moves g every `DECIDE_EVERY_S` seconds, by what the tier's
+requests saw meanwhile.
+
+All that is held counts, not the less important work alone, because an engine is as slow as all that it runs. So less
+important work gives way at the first request of a burst, before any was late, and uses the tier's room while the tier
+is idle. That is worth more than any rule by which g moves: `benchmarks.guard` has both. The controller only has to find
+how much this engine runs within this SLO.
+
+It is additive increase and multiplicative decrease (Chiu and Jain, 1989, "Analysis of the Increase and Decrease
+Algorithms for Congestion Avoidance in Computer Networks") with changes that congestion control made since:
+
+- It remembers where it failed last, is quick below that and slow near and above it (BIC; CUBIC, RFC 9438).
+- It grows by a share of g: g is .15 on one engine and .9 on another, and a step is to mean the same on both.
+- It cuts from what was held, where that is less, and what does not bind does not grow (RFC 7661): a limit that nobody
+  reached says nothing.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+DECIDE_EVERY_S = 2.0
+"""Between two decisions. A prompt of 16,000 tokens takes as long: a change shows in the next or the one after."""
+LEAST = 0.01
+"""Of g. One ticket of the less important fits at any g, so this bounds only the way back."""
+BEGIN = 0.1
+"""Of g, or the floors of the less important where they are more: too little for a while, instead of too late."""
+FEWEST = 10
+"""Requests for a cut."""
+SPARE = 1
+"""Misses beyond those allowed before a cut. One of ten may be chance where one of 33 is allowed, two rarely are."""
+STALE_AFTER = 15
+"""Decisions after which requests that were too few to decide count no more: the engine has other work by then."""
+CUT = 0.7
+"""Of g that is left after a cut. Less important answers run on for 5 to 20 s, so that others may follow."""
+FAST, SLOW, NEAR = 0.07, 0.005, 0.95
+"""Growth of g in a decision: fast below `NEAR` of where it failed last, else slow. Fast doubles g in 20 s, as long as
+answers take to show that it was too much. Slow takes 40 s for a tenth, so that it fails rarely."""
 
-class Seen(NamedTuple):
+
+class GuardedPeriod(NamedTuple):
+    """Events of one guarded tier since the last decision, and what is held now. Replicas add up the first two.
+
+    A request counts once: as missed when its first token is late, else when its answer ends, by both targets. `hold` is
+    a share of requests, and a late first token is known long before the end. `held` is the largest share, over the
+    dimensions, that the less important hold, `total` that of all tickets, and `floors` that of the less important's
+    floors. `waits`: g alone kept a less important ticket out.
+    """
+
     met: float
     missed: float
     held: float
+    total: float
     floors: float
     waits: bool
 
 
 class GuardState(NamedTuple):
-    share: float = 0.1
-    met: float = 0
-    missed: float = 0
+    """One guarded tier's `share`, where that failed last, and its value when the tier last had requests.
+
+    `met`, `missed` and `periods`: requests that were too few to decide, and the decisions that they took.
+    """
+
+    share: float = BEGIN
+    failed_at: float = 1.0
+    busy: float = 1.0
+    met: float = 0.0
+    missed: float = 0.0
+    periods: float = 0.0
 
 
-def decide(state: GuardState, seen: Seen, hold: float) -> GuardState:
-    met, missed = state.met + seen.met, state.missed + seen.missed
-    if met + missed < 10:
-        return GuardState(min(1.0, state.share + 0.005 * seen.waits), met, missed)
-    if missed > (1 - hold) * (met + missed) and seen.held > seen.floors:
-        return GuardState(max(0.01, 0.7 * min(state.share, seen.held)))
-    return GuardState(min(1.0, state.share + 0.005 * seen.waits))
+def first_state(floors: float) -> GuardState:
+    """State of a tier that nothing is known of."""
+    return GuardState(min(1.0, max(BEGIN, floors)))
+
+
+def decide(state: GuardState, seen: GuardedPeriod, hold: float) -> GuardState:
+    """State after one more period. `hold` is the share of requests that must meet the SLO."""
+    if not (seen.met or seen.missed or state.missed):
+        return state._replace(share=_grown(state.share, SLOW, seen))
+    share, failed_at = min(state.share, state.busy), state.failed_at
+    met, missed, periods = state.met + seen.met, state.missed + seen.missed, state.periods + 1
+    requests = met + missed
+    allowed = (1 - hold) * requests
+    is_decided = requests >= FEWEST or periods >= STALE_AFTER
+    if requests >= FEWEST and missed > allowed + SPARE:
+        if seen.held > seen.floors:
+            failed_at, share = share, max(LEAST, CUT * min(share, seen.total))
+    elif missed > allowed:
+        is_decided = periods >= STALE_AFTER
+    else:
+        share = _grown(share, FAST if share < NEAR * failed_at else SLOW, seen)
+    if is_decided:
+        return GuardState(share, failed_at, share)
+    return GuardState(share, failed_at, share, met, missed, periods)
+
+
+def _grown(share: float, by: float, seen: GuardedPeriod) -> float:
+    return min(1.0, share * (1 + by)) if seen.waits else share

@@ -1,4 +1,4 @@
-"""Rule 10: how much less important tiers may hold beside a tier whose SLO is held (`hold`)."""
+"""Rule 10: how full less important work may make a pool beside a tier whose SLO is held (`hold`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, larger, plus
-from sidecar.scheduling.figures import Figures, Rules, part_of
+from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, plus
+from sidecar.scheduling.figures import Figures, Rules, rounded_part
 
 if TYPE_CHECKING:
     from sidecar.scheduling.scheduler import Candidate, Scheduler
@@ -24,9 +24,11 @@ DECIDE_EVERY_US = 2_000_000
 
 @dataclass(eq=False)
 class GuardedTier:
-    """A tier whose SLO is held. The tiers `below` may hold `share` of the pool together, or their floors: `most`.
+    """A tier whose SLO is held. Tickets of the tiers `below` it may fill the pool to its `share`: `most`.
 
-    One ticket may be held where they hold nothing else, in each dimension: so a large one comes through as well.
+    What all tiers hold counts there: an engine is as slow as all that it runs, so less important work gives way as soon
+    as more of the tier comes, before any of that is late. Else it may fill the `floors` of those tiers, or enter where
+    they hold nothing: so a large one comes through as well. Each dimension for itself.
 
     The share was decided at `decided_us`, 0 for never. Since then the SLO was `met` and `missed` so often, and
     `has_kept_out`: something has waited for the guard alone. `state`: what the next decision needs of the last one.
@@ -36,6 +38,7 @@ class GuardedTier:
     below: Sequence[int] = ()
     share: Fraction = FIRST_SHARE
     most: Amount = NOTHING
+    floors: Amount = NOTHING
     decided_us: int = 0
     met: int = 0
     missed: int = 0
@@ -43,17 +46,16 @@ class GuardedTier:
     state: Sequence[float] = ()
 
     def take(self, other: GuardedTier) -> None:
-        """What was decided and seen of this tier elsewhere."""
+        """Takes over another record of this tier: its share, and the counts since that was decided."""
         self.share, self.decided_us, self.state = other.share, other.decided_us, other.state
         self.met, self.missed, self.has_kept_out = other.met, other.missed, other.has_kept_out
 
-    def leaves(self, held: Amount, needed: Amount) -> bool:
-        """True if it leaves room for a ticket beside what the less important tiers hold."""
-        return all(not h or h + n <= m for h, n, m in zip(held, needed, self.most, strict=True))
-
-    def share_of(self, held: Amount, capacity: Amount) -> float:
-        """The largest share of a bounded dimension that is held."""
-        return max((h / c for h, c in zip(held, capacity, strict=True) if 0 < c < UNBOUNDED), default=0.0)
+    def leaves(self, needed: Amount, below: Amount, total: Amount) -> bool:
+        """True if it leaves room for a ticket beside what the less important tiers hold, and all tiers."""
+        return all(
+            not below[d] or below[d] + needed[d] <= self.floors[d] or total[d] + needed[d] <= self.most[d]
+            for d in range(3)
+        )
 
 
 class Guards:
@@ -80,28 +82,25 @@ class Guards:
         """The pool has these figures from now on."""
         self._figures = figures
         for guarded in self.tiers:
-            guarded.most = larger(self.floors_below(guarded), part_of(guarded.share, figures.capacity, UNBOUNDED))
+            guarded.floors = _sum(figures.reserve[level] for level in guarded.below)
+            guarded.most = rounded_part(guarded.share, figures.capacity, UNBOUNDED)
 
     def of(self, level: int) -> GuardedTier | None:
         """The tier of that level, where it is guarded."""
         return next((guarded for guarded in self.tiers if guarded.level == level), None)
 
     def decide(self, guarded: GuardedTier, share: Fraction, now_us: int, state: Sequence[float]) -> None:
-        """The tiers below a guarded one may hold another share from now on."""
+        """The tiers below a guarded one may fill the pool up to another share from now on."""
         guarded.share, guarded.decided_us, guarded.state, guarded.has_kept_out = share, max(1, now_us), state, False
         self.take_figures(self._figures)
-
-    def floors_below(self, guarded: GuardedTier) -> Amount:
-        """The floors of the tiers below it together."""
-        return _sum(self._figures.reserve[level] for level in guarded.below)
 
     def held_below(self, guarded: GuardedTier) -> Amount:
         """The amount that the tiers below it hold."""
         return _sum(self._scheduler.tiers[level].used for level in guarded.below)
 
-    def keeps_out(self, ticket: Ticket) -> bool:
-        """True if one of them leaves no room to a ticket that is beyond its floor."""
-        return any(True for _ in self._keeping_out(ticket, ()))
+    def keeping_out(self, ticket: Ticket) -> GuardedTier | None:
+        """The most important one that leaves no room to a ticket that is beyond its floor."""
+        return next(self._keeping_out(ticket, ()), None)
 
     def allowed(self, order: Iterable[Candidate]) -> list[Candidate]:
         """The order without those beyond their floors for which no room is left, and those like them that come after.
@@ -123,10 +122,11 @@ class Guards:
         return kept
 
     def _keeping_out(self, ticket: Ticket, closed: Container[int]) -> Iterator[GuardedTier]:
+        scheduler = self._scheduler
         for guarded in self.tiers:
             if ticket.tier in guarded.below:
-                is_closed = guarded.level in closed
-                if is_closed or not guarded.leaves(self.held_below(guarded), self._scheduler.need(ticket)):
+                below, needed = self.held_below(guarded), scheduler.need(ticket)
+                if guarded.level in closed or not guarded.leaves(needed, below, scheduler.held):
                     yield guarded
 
 
@@ -135,3 +135,8 @@ def _sum(amounts: Iterable[Amount]) -> Amount:
     for amount in amounts:
         total = plus(total, amount)
     return total
+
+
+def largest_share(held: Amount, capacity: Amount) -> float:
+    """The largest share of a bounded dimension that is held."""
+    return max((h / c for h, c in zip(held, capacity, strict=True) if 0 < c < UNBOUNDED), default=0.0)

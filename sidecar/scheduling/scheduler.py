@@ -211,7 +211,7 @@ class Scheduler:
         if is_beyond_limit or (figures.has_headroom and not self.fits(ticket)):
             return None
         order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
-        if self.guards and order_class == OTHER and self.guards.keeps_out(ticket):
+        if self.guards and order_class == OTHER and self.guards.keeping_out(ticket):
             return None
         self.tiers[level].queue.pass_through(ticket)
         self._begin_to_count(ticket, order_class, needed)
@@ -248,6 +248,11 @@ class Scheduler:
     def capacity(self) -> Amount:
         """C, as of the last look."""
         return self._figures.capacity
+
+    @property
+    def held(self) -> Amount:
+        """The amount that engines hold."""
+        return self._total
 
     def _step(self, grants: list[EngineGrant]) -> bool:
         """Rule 6: the next step, one enters an engine or comes to stand in line. False where there is none."""
@@ -353,9 +358,7 @@ class Scheduler:
         return TURN if below(held, reserve) and not self._owes(ticket.tier) else OTHER
 
     def place(self, ticket: Ticket, order_class: OrderClass) -> Place:
-        """Key that the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged
-        level.
-        """
+        """Key that the order compares. Turns: whose last admission is longest ago. Ties and others: by aged level."""
         before, key = 0, self.aged_level(ticket)
         if order_class == LINE:
             before = ticket.admission

@@ -314,11 +314,17 @@ class End:
 
 
 class Signals(End):
-    """The first signal asks for a graceful end, the second for an end at once; SIGHUP calls `reload`."""
+    """The first signal asks for a graceful end, the second for an end at once; SIGHUP calls `reload`.
 
-    def __init__(self, reload: Callable[[], None] | None) -> None:
+    Where there is a signal `cut`, that one alone asks for an end at once.
+    """
+
+    def __init__(self, reload: Callable[[], None] | None, cut: signal.Signals | None = None) -> None:
         super().__init__()
+        self._has_cut = cut is not None
         self._handlers = dict.fromkeys(_SIGNALS, self._on_signal)
+        if cut is not None:
+            self._handlers[cut] = self._on_cut
         if reload is not None:
             self._handlers |= dict.fromkeys(_HANGUP, reload)
 
@@ -335,4 +341,8 @@ class Signals(End):
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
+        (self.second if self.first.is_set() and not self._has_cut else self.first).set()
+
+    def _on_cut(self) -> None:
+        self.first.set()
+        self.second.set()

@@ -22,6 +22,16 @@ PROCESSES_VARIABLE = "SIDECAR_PROCESSES"
 """The number of processes, where the server does not report it. The launchers set it, and it overrides supervisors."""
 
 
+_POOLS_OF_THEIR_OWN = (
+    "each would admit a whole pool of its own: set SIDECAR_STORE=redis://HOST:6379/0 so that they share one, start a "
+    "single server process, or run `sidecar serve` in front"
+)
+_OFFERED_TWICE = (
+    "with `engines: {mounted: true}` each would offer the pool all of it: start a single server process, or write "
+    "`capacity` in place of `engines`"
+)
+
+
 class ServerProcesses(NamedTuple):
     """`number` processes that serve one engine. `supervisor` started them; None where no known one did.
 
@@ -59,34 +69,15 @@ def check_processes(
     (`is_engine`).
     """
     processes = server_processes(scope, environment)
-    if is_engine:
-        refuse_shared_engine(processes)
-    elif not is_shared:
-        refuse_separate_pools(processes)
+    refuse_several(processes, is_shared=is_shared, is_engine=is_engine)
     return processes
 
 
-def refuse_separate_pools(processes: ServerProcesses) -> None:
-    """Raises ValueError for several processes; call it where there is no store."""
-    _refuse_several(
-        processes,
-        "each would admit a whole pool of its own: set SIDECAR_STORE=redis://HOST:6379/0 so that they share one, start "
-        "a single server process, or run `sidecar serve` in front",
-    )
-
-
-def refuse_shared_engine(processes: ServerProcesses) -> None:
-    """Raises ValueError for several processes; call it where each process offers the pool a whole engine."""
-    _refuse_several(
-        processes,
-        "with `engines: {mounted: true}` each would offer the pool all of it: start a single server process, or write "
-        "`capacity` in place of `engines`",
-    )
-
-
-def _refuse_several(processes: ServerProcesses, why: str) -> None:
+def refuse_several(processes: ServerProcesses, *, is_shared: bool, is_engine: bool) -> None:
+    """See `check_processes`."""
     number, supervisor = processes
-    if number > 1:
+    if number > 1 and (is_engine or not is_shared):
+        why = _OFFERED_TWICE if is_engine else _POOLS_OF_THEIR_OWN
         started = f"{number} server processes" if supervisor is None else f"{number} server processes of {supervisor}"
         switch = "" if supervisor is None else f"; if each has an engine of its own, set {PROCESSES_VARIABLE}=1"
         raise ValueError(f"{started} share this engine, and {why}{switch}")

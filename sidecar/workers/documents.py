@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from sidecar.engines.view import EngineDocument
+from sidecar.figures import Over, readings
 
 Document = Mapping[str, Any]
 
 _COUNTS = ("under_way", "shadows", "aborting", "background")
 _OF_A_PROCESS = ("lease_sizes", "gain")
 """They describe one process's leases and requests, so each worker's are shown with it."""
-_ENGINE_COUNTS = ("in_flight", "ejections", "replays", "prompt_tokens", "predicted_tokens", "measured_tokens")
+_ENGINE_COUNTS = [it.path[0] for it in readings(EngineDocument) if it.figure.over is Over.SUM]
 
 
 def merged_state(rows: Sequence[Document], found: Sequence[Document | None]) -> Document:
@@ -19,14 +22,28 @@ def merged_state(rows: Sequence[Document], found: Sequence[Document | None]) -> 
     answers = [own for own in found if own is not None]
     if not answers:
         return {"workers": rows}
-    best = max(answers, key=lambda one: _rank(one.get("pool", {})))
-    merged = {**_without(best, *_OF_A_PROCESS), **{key: _sum([one[key] for one in answers]) for key in _COUNTS}}
-    merged["draining"] = any(one["draining"] for one in answers)
+    draining = any(one["draining"] for one in answers)
+    return {**_merged_pools(answers), **_sum_of(_COUNTS, answers), "draining": draining, "workers": rows}
+
+
+def merged_engines(answers: Sequence[Document]) -> Document:
+    """`GET /engines`: the pool's figures once, those that a process counts added up."""
+    by_id: dict[tuple[str, str], list[Document]] = {}
+    for row in (row for answer in answers for row in answer["engines"]):
+        by_id.setdefault((row["name"], row["id"]), []).append(row)
+    return {"engines": [{**rows[0], **_sum_of(_ENGINE_COUNTS, rows)} for rows in by_id.values()]}
+
+
+def _merged_pools(states: Sequence[Document]) -> dict[str, Any]:
+    """States of processes, or of one model in each, by the one that says most; their pools are merged."""
+    best = max(states, key=lambda one: _rank(one.get("pool", {})))
+    merged = _without(best, *_OF_A_PROCESS)
     if "pool" in best:
-        merged["pool"] = merged_pool([one["pool"] for one in answers if "pool" in one])
+        merged["pool"] = merged_pool([one["pool"] for one in states if "pool" in one])
     if "models" in best:
-        merged["models"] = {name: _merged_model(name, answers) for name in best["models"]}
-    return {**merged, "workers": rows}
+        by_name = [one.get("models", {}) for one in states]
+        merged["models"] = {name: _merged_pools([it[name] for it in by_name if name in it]) for name in best["models"]}
+    return merged
 
 
 def merged_pool(pools: Sequence[Document]) -> Document:
@@ -38,27 +55,13 @@ def merged_pool(pools: Sequence[Document]) -> Document:
     """
     best = max(pools, key=_rank)
     alike = [pool for pool in pools if _tiers(pool) == _tiers(best) and ("store" in pool) == ("store" in best)]
-    summed = _sum([_without(pool, "store") for pool in alike])
+    summed: Document = _sum([_without(pool, "store") for pool in alike])
     if "store" not in best:
-        return dict(summed)
-    shown = {**best} if _is_shared(best) else {**summed}
-    waiting = [tier["queued"] for tier in summed["tiers"]]
-    shown["tiers"] = [{**tier, "queued": queued} for tier, queued in zip(shown["tiers"], waiting, strict=True)]
-    return {**shown, "store": {**best["store"], "own": _sum([pool["store"]["own"] for pool in alike])}}
-
-
-def _merged_model(name: str, answers: Sequence[Document]) -> Document:
-    models = [one["models"][name] for one in answers if name in one.get("models", ())]
-    return {**_without(models[0], *_OF_A_PROCESS), "pool": merged_pool([model["pool"] for model in models])}
-
-
-def merged_engines(answers: Sequence[Document]) -> Document:
-    """`GET /engines`: the pool's figures once, those that a process counts added up."""
-    by_id: dict[tuple[str, str], list[Document]] = {}
-    for row in (row for answer in answers for row in answer["engines"]):
-        by_id.setdefault((row["name"], row["id"]), []).append(row)
-    sums = [{key: _sum([row[key] for row in rows]) for key in _ENGINE_COUNTS} for rows in by_id.values()]
-    return {"engines": [{**rows[0], **summed} for rows, summed in zip(by_id.values(), sums, strict=True)]}
+        return summed
+    shown, waiting = best if _is_shared(best) else summed, [tier["queued"] for tier in summed["tiers"]]
+    tiers = [{**tier, "queued": queued} for tier, queued in zip(shown["tiers"], waiting, strict=True)]
+    own = _sum([pool["store"]["own"] for pool in alike])
+    return {**shown, "tiers": tiers, "store": {**best["store"], "own": own}}
 
 
 def _rank(pool: Document) -> tuple[bool, bool]:
@@ -87,6 +90,10 @@ def _own(answer: Document) -> Document:
 
 def _without(document: Document, *names: str) -> dict[str, Any]:
     return {key: value for key, value in document.items() if key not in names}
+
+
+def _sum_of(names: Collection[str], documents: Sequence[Document]) -> Document:
+    return {name: _sum([document[name] for document in documents]) for name in names}
 
 
 def _sum(values: Sequence[Any]) -> Any:

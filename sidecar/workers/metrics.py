@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, Sample
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -33,14 +32,8 @@ def _in_prometheus(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _gauges(over: Over) -> frozenset[str]:
-    return frozenset(_in_prometheus(it.name) for it in FIGURES if it.over is over and not it.is_counter)
-
-
 _STORE_AVAILABLE, _POOL = _in_prometheus(AVAILABLE.name), _in_prometheus(semconv.POOL)
-OWN, WORST, PARTS = _gauges(Over.SUM), _gauges(Over.LEAST), _gauges(Over.POOL)
-SEEN = frozenset(_in_prometheus(it.name) for it in FIGURES if it.over is Over.ONCE)
-"""Counters of what every process sees: of the engine, the pool, the policy's files. A unit's suffix may follow."""
+_OVER = {_in_prometheus(it.name): it.over for it in FIGURES}
 
 
 class Series(NamedTuple):
@@ -51,55 +44,52 @@ class Series(NamedTuple):
     labels: tuple[tuple[str, str], ...]
 
 
-class WorkersMetrics:
+class WorkersMetrics(Collector):
     """The sum. It remembers each process's last metrics: those of one that is silent still count.
 
-    `_seen` is how far each process is in the counts that all see, on top of what was counted before it came.
+    `_ended` is what ended processes counted. `_once` are the counts that all see, each counted once, and `_bases` what
+    those were when each process came.
     """
 
     def __init__(self) -> None:
         self._latest: dict[int, dict[Series, Sample]] = {}
-        self._counted: dict[Series, float] = defaultdict(float)
-        self._seen: dict[int, dict[Series, float]] = defaultdict(dict)
+        self._ended: dict[Series, float] = defaultdict(float)
+        self._once: dict[Series, float] = defaultdict(float)
+        self._bases: dict[int, Mapping[Series, float]] = {}
         self._families: dict[str, Metric] = {}
+        self._own: Sequence[Metric] = ()
 
-    def note(self, answers: Mapping[int, str], running: Sequence[int | None]) -> None:
+    def note(self, answers: Mapping[int, str], running: Sequence[int | None], *, serving: int, restarts: int) -> None:
         """The processes with these ids have answered, in the format `OPEN_METRICS`; no others are `running`."""
-        counted = dict(self._counted)
+        so_far = dict(self._once)
         for pid, text in answers.items():
-            before, self._latest[pid] = self._latest.get(pid, {}), self._read(text)
+            self._latest[pid], base = self._read(text), self._bases.setdefault(pid, so_far)
             for series, sample in self._latest[pid].items():
-                if not self._is_counted(series):
-                    continue
-                more = sample.value - (before[series].value if series in before else 0.0)
-                if any(series.family.startswith(name) for name in SEEN):  # not all see it before the same scrape
-                    own = self._seen[pid]
-                    own[series] = own.get(series, counted.get(series, 0.0)) + more
-                    self._counted[series] = max(self._counted[series], own[series])
-                else:
-                    self._counted[series] += more
-        for of_each in (self._latest, self._seen):
-            for pid in [pid for pid in of_each if pid not in running]:
-                del of_each[pid]
+                if self._over(series) is Over.ONCE:  # not all see it before the same scrape
+                    self._once[series] = max(self._once[series], base.get(series, 0.0) + sample.value)
+        for pid in [pid for pid in self._latest if pid not in running]:
+            del self._bases[pid]
+            for series, sample in self._latest.pop(pid).items():
+                if self._is_counted(series):
+                    self._ended[series] += sample.value
+        self._own = (
+            GaugeMetricFamily("admission_workers", "Workers that serve.", serving),
+            CounterMetricFamily("admission_worker_restarts", "How often a worker was started again.", restarts),
+        )
 
-    def text(self, accept: str | None, *, serving: int, restarts: int) -> tuple[bytes, str]:
-        """All metrics, in the format that the Accept header asks for, and its content type."""
-        found: dict[Series, list[Sample]] = {series: [] for series in self._counted}
+    def collect(self) -> Iterable[Metric]:
+        """All metrics."""
+        found: dict[Series, list[Sample]] = {series: [] for series in self._ended}
         for latest in self._latest.values():
             for series, sample in latest.items():
                 found.setdefault(series, []).append(sample)
         families = {name: Metric(name, one.documentation, one.type, one.unit) for name, one in self._families.items()}
         for series, samples in found.items():
-            value = self._counted[series] if self._is_counted(series) else self._merged(series, samples)
+            value = self._merged(series, [sample.value for sample in samples])
             exemplars = [sample.exemplar for sample in samples if sample.exemplar]
             newest = max(exemplars, key=lambda exemplar: float(exemplar.timestamp or 0), default=None)
             families[series.family].samples.append(Sample(series.name, dict(series.labels), value, None, newest))
-        own = (
-            GaugeMetricFamily("admission_workers", "Workers that serve.", serving),
-            CounterMetricFamily("admission_worker_restarts", "How often a worker was started again.", restarts),
-        )
-        encode, content_type = choose_encoder(accept or "")
-        return encode(_Given([*families.values(), *own])), content_type
+        return [*families.values(), *self._own]
 
     def _read(self, text: str) -> dict[Series, Sample]:
         found = {}
@@ -109,14 +99,21 @@ class WorkersMetrics:
                 found[Series(family.name, sample.name, tuple(sorted(sample.labels.items())))] = sample
         return found
 
-    def _merged(self, series: Series, samples: Sequence[Sample]) -> float:
-        """A gauge."""
-        values = [sample.value for sample in samples]
-        if series.family in WORST:
+    def _merged(self, series: Series, values: Sequence[float]) -> float:
+        over = self._over(series)
+        if over is Over.ONCE:
+            return self._once[series]
+        if over is Over.LEAST:
             return min(values)
-        if series.family in OWN or (series.family in PARTS and self._is_lost(dict(series.labels).get(_POOL, ""))):
-            return sum(values)
+        if over is Over.SUM or (over is Over.POOL and self._is_lost(dict(series.labels).get(_POOL, ""))):
+            return sum(values, self._ended.get(series, 0.0))
         return max(values)
+
+    def _over(self, series: Series) -> Over | None:
+        """How the values of the processes become one."""
+        family = self._families[series.family]
+        of_figure = _OVER.get(family.name.removesuffix(f"_{family.unit}"))
+        return Over.SUM if of_figure is None and self._is_counted(series) else of_figure
 
     def _is_lost(self, pool: str) -> bool:
         """True if all processes admit to this pool without its store."""
@@ -125,13 +122,3 @@ class WorkersMetrics:
 
     def _is_counted(self, series: Series) -> bool:
         return self._families[series.family].type in ("counter", "histogram")
-
-
-class _Given(Collector):
-    """The metrics that prometheus_client writes."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families

@@ -9,19 +9,16 @@ flush.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from sidecar.extras import how_to_install
 from sidecar.server import CannotServe
-from sidecar.tasks import report_failure
 from sidecar.workers.restarts import Restarts, how_it_ended
 
 _LOOK_S = 0.01
@@ -57,56 +54,38 @@ class OwnStore:
     def __init__(self, folder: Path) -> None:
         self._program = server_program()
         self._folder, self._socket, self._output = folder, folder / "store.sock", folder / "store.log"
-        self._process: asyncio.subprocess.Process | None = None
-        self._keeping: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
         """For SIDECAR_STORE."""
         return f"unix://{self._socket}"
 
-    async def start(self, on_failure: Callable[[str], None]) -> None:
-        """Returns when it listens. Raises CannotServe where it ends before.
-
-        Whenever it ends later, it is started again, until `stop`. `on_failure` gets the reason where that is in vain.
-        """
-        self._process = process = await self._start()
-        while not self._socket.exists():
-            if process.returncode is not None:
-                written = self._output.read_text(errors="replace").splitlines()
-                last = f": {written[-1].strip()}" if written else ""
-                ended = how_it_ended(process.returncode)
-                raise CannotServe(f"the store of the workers does not start: {self._program} {ended}{last}")
+    async def listens(self) -> None:
+        """Returns when it can be reached."""
+        while not self._socket.exists():  # noqa: ASYNC110  # another process makes it
             await asyncio.sleep(_LOOK_S)
-        self._keeping = asyncio.get_running_loop().create_task(self._keep(process, on_failure), name="sidecar store")
-        report_failure(self._keeping, lambda reason: on_failure(f"the store of the workers is not kept: {reason}"))
 
-    async def stop(self) -> None:
-        """Ends it."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()  # it has nothing to write
-            await self._process.wait()
-
-    async def _keep(self, process: asyncio.subprocess.Process, on_failure: Callable[[str], None]) -> None:
+    async def keep(self) -> None:
+        """Runs it, again and again. Raises CannotServe where it does not start, or ends too often."""
         restarts = Restarts()
         while True:
             since_s = time.monotonic()
-            ended = how_it_ended(await process.wait())
+            ended = how_it_ended(await self._run())
+            if not self._socket.exists():
+                written = self._output.read_text(errors="replace").splitlines()
+                last = f": {written[-1].strip()}" if written else ""
+                raise CannotServe(f"the store of the workers does not start: {self._program} {ended}{last}")
             pause_s = restarts.pause_s(time.monotonic() - since_s)
             if pause_s is None:
-                on_failure(f"the store of the workers ends again and again; the last time it {ended}")
-                return
+                raise CannotServe(f"the store of the workers ends again and again; the last time it {ended}")
             message = "the store of the workers %s; another is started, and the workers report to it"
             _log.warning(message, ended, extra={"event": "worker_store_ended"})
             await asyncio.sleep(pause_s)
-            self._process = process = await self._start()
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _run(self) -> int:
+        """Runs the program until it ends, or this is canceled. Returns its code."""
         with self._output.open("wb") as output:
-            return await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-c", _ENDS_WITH_PARENT, str(os.getpid()), str(self._program)),
                 *("--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"),
                 *("--dir", str(self._folder), "--daemonize", "no", *_IN_MEMORY),
@@ -116,3 +95,9 @@ class OwnStore:
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for the supervisor alone
             )
+        try:
+            return await process.wait()
+        except asyncio.CancelledError:
+            process.kill()  # it has nothing to write
+            await process.wait()
+            raise

@@ -9,27 +9,26 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
+from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from sidecar.admin.answers import FRESH, refused
+from sidecar.admin.answers import FRESH, Liveness, Readiness, json_answer, refused
 from sidecar.admission.engine_pages import fetch_page
 from sidecar.admission.handover import INTERNAL_REQUEST
 from sidecar.engines.pages import Page, Unread
 from sidecar.errors import AdmissionError, EngineUnreachable, ResponseCut
-from sidecar.workers.channel import WorkerState
 from sidecar.workers.crew import Crew
 from sidecar.workers.documents import Document, merged_engines, merged_state
 from sidecar.workers.metrics import OPEN_METRICS, WorkersMetrics
-from sidecar.workers.process import WorkerProcess
+from sidecar.workers.process import WorkerProcess, WorkerState
 
 _OF_A_REQUEST = re.compile(r"(/models/.+)?/(requests?)(/.*)?")
-_METRICS = re.compile(r"(/models/.+)?/metrics")
-_ENGINES = re.compile(r"(/models/.+)?/engines")
+_SUM = re.compile(r"(?:/models/.+)?/(metrics|engines)")
 
 
 class WorkerPages:
@@ -55,73 +54,69 @@ class WorkerPages:
         if request.method not in ("GET", "HEAD"):
             return None
         if path == "/healthz":
-            return JSONResponse({"status": "alive"})
-        if path == "/readyz":
-            return await self._readyz()
-        if path == "/state":
+            return json_answer(Liveness())
+        if path in ("/readyz", "/state"):
             answers = [_document(answer) for answer in await _ask_all(self._crew.workers, path)]
-            return JSONResponse(merged_state([_row(worker) for worker in self._crew.workers], answers))
-        if _METRICS.fullmatch(path):
-            return await self._scrape(request.headers.get("accept"))
-        if _ENGINES.fullmatch(path):
-            return await self._engines(path)
-        return None
+            return self._readyz(answers) if path == "/readyz" else self._state(answers)
+        summed = _SUM.fullmatch(path)
+        return None if summed is None else await self._summed(request, path, summed[1])
 
-    async def _readyz(self) -> Response:
+    def _state(self, answers: Sequence[Document | None]) -> Response:
+        return JSONResponse(merged_state([_row(worker) for worker in self._crew.workers], answers))
+
+    def _readyz(self, answers: Sequence[Document | None]) -> Response:
         """Ready where every worker that listens is ready: any of them gets the next request."""
-        workers = self._crew.workers
-        found = list(zip(workers, [_document(answer) for answer in await _ask_all(workers, "/readyz")], strict=True))
+        found = list(zip(self._crew.workers, answers, strict=True))
         serving = [answer for worker, answer in found if worker.is_serving and answer]
-        reasons = list(dict.fromkeys(reason for answer in serving for reason in answer["reasons"]))
+        reasons = [reason for answer in serving for reason in answer["reasons"]]
         if not serving:
             reasons = ["draining" if self._crew.ending.is_set() else "no worker serves"]
         notices = [notice for answer in serving for notice in answer["notices"]]
         notices += [_why_not(*each) for each in found if not (each[0].is_serving and each[1])]
-        status = "not ready" if reasons else "ready"
-        body = {"status": status, "reasons": reasons, "notices": list(dict.fromkeys(notices))}
-        return JSONResponse(body, 503 if reasons else 200)
+        status: Literal["ready", "not ready"] = "not ready" if reasons else "ready"
+        answer = Readiness(status, list(dict.fromkeys(reasons)), list(dict.fromkeys(notices)))
+        return json_answer(answer, 503 if reasons else 200)
 
-    async def _scrape(self, accept: str | None) -> Response:
+    async def _summed(self, request: Request, path: str, page: str) -> Response | None:
+        """The sum of the workers' pages; None where one of them refuses it."""
         async with self._scraping:
             serving = self._crew.serving()
-            pids, answers = [worker.pid for worker in serving], await _ask_all(serving, "/metrics", OPEN_METRICS)
+            pids, answers = [worker.pid for worker in serving], await _ask_all(serving, path, OPEN_METRICS)
             found = {pid: answer for pid, answer in zip(pids, answers, strict=True) if pid and answer}
-            for answer in found.values():
-                if answer.status != 200:
-                    return PlainTextResponse(answer.text, answer.status)  # there are no metrics here, and it says why
+            if any(answer.status != 200 for answer in found.values()):
+                return None
+            if page == "engines":
+                documents = [json.loads(answer.text) for answer in found.values()]
+                return JSONResponse(merged_engines(documents), headers=FRESH) if found else _no_worker()
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
             # In a thread: reading them takes milliseconds for each.
-            text, content_type = await asyncio.to_thread(self._text, accept, found)
+            text = await asyncio.to_thread(self._scrape, found, encode)
         return Response(text, headers={"content-type": content_type})
 
-    def _text(self, accept: str | None, found: Mapping[int, Page]) -> tuple[bytes, str]:
+    def _scrape(self, found: Mapping[int, Page], encode: Callable[[WorkersMetrics], bytes]) -> bytes:
         workers = self._crew.workers
-        self._metrics.note({pid: answer.text for pid, answer in found.items()}, [worker.pid for worker in workers])
-        restarts = sum(worker.restarts.total for worker in workers)
-        return self._metrics.text(accept, serving=len(self._crew.serving()), restarts=restarts)
-
-    async def _engines(self, path: str) -> Response:
-        answers = [answer for answer in await _ask_all(self._crew.serving(), path) if answer is not None]
-        if not answers:
-            return _no_worker()
-        for answer in answers:
-            if answer.status != 200:
-                return Response(answer.text, answer.status, FRESH, "application/json")
-        return JSONResponse(merged_engines([json.loads(answer.text) for answer in answers]), headers=FRESH)
+        self._metrics.note(
+            {pid: answer.text for pid, answer in found.items()},
+            [worker.pid for worker in workers],
+            serving=len(self._crew.serving()),
+            restarts=sum(worker.restarts.total for worker in workers),
+        )
+        return encode(self._metrics)
 
     async def _relay(self, request: Request, send: Send) -> None:
         """The answer of one worker."""
-        worker = await self._one_for(request)
-        if worker is None:
-            await _no_worker()(request.scope, request.receive, send)
-            return
+        worker, refusal = await self._one_for(request), _no_worker()
         try:
-            await worker.pages({**request.scope, "extensions": {INTERNAL_REQUEST: {}}}, request.receive, send)
-        except EngineUnreachable:  # it has just ended
-            await _no_worker()(request.scope, request.receive, send)
-        except AdmissionError as error:  # it cannot be relayed
-            await refused(error.status, error.code, error.message)(request.scope, request.receive, send)
+            if worker is None:
+                await refusal(request.scope, request.receive, send)
+            else:
+                await worker.pages({**request.scope, "extensions": {INTERNAL_REQUEST: {}}}, request.receive, send)
         except ResponseCut:  # the worker has ended; a live page connects again
             await send({"type": "http.response.body", "body": b""})
+        except AdmissionError as error:
+            if not isinstance(error, EngineUnreachable):  # else it has just ended
+                refusal = refused(error.status, error.code, error.message)
+            await refusal(request.scope, request.receive, send)
 
     async def _one_for(self, request: Request) -> WorkerProcess | None:
         """A worker that serves. Where a request is asked for, the first that knows it."""

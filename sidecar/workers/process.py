@@ -1,4 +1,9 @@
-"""One worker as the supervisor sees it: its process, how far it has come, and the way to its admin pages."""
+"""One worker as the supervisor sees it: its process, what the two tell each other, and the way to its admin pages.
+
+A worker's standard input is one end of a pair of sockets. It reports there by one JSON object a line, and it closes
+when the supervisor is gone, however that ended. The supervisor sends signals: SIGTERM for an end in order, `CUT` for
+one at once, SIGHUP to read the policy's files.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +14,75 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from enum import Enum
 from signal import Signals
-from typing import NamedTuple
 
 import msgspec
 
+from sidecar.composition.serving import ServeSettings
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.server.unix_address import SCHEME
-from sidecar.workers.channel import Begin, Report, WorkerState
+from sidecar.telemetry.logs.setup import LogSettings
 from sidecar.workers.restarts import Restarts, how_it_ended
+
+CUT = Signals.SIGUSR1
+"""Not a second SIGTERM: a service manager sends that to every process of a service, beside the supervisor."""
 
 # The path is set first: `python -c` would find modules in the working directory before those of this process.
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[3:]; from sidecar.workers.worker import main; sys.exit(main(*sys.argv[1:3]))"
+    "import sys; sys.path[:] = sys.argv[2:]; from sidecar.workers.worker import main; sys.exit(main(sys.argv[1]))"
 )
 _log = logging.getLogger("sidecar.workers")
 
 
-class ProcessEnd(NamedTuple):
-    """How a process ended: for how long it had served, and its last report where that says why it could not begin."""
+class Begin(msgspec.Struct, frozen=True):
+    """Settings that a worker is started with.
 
-    served_s: float
-    failed: Report | None
+    `pages` is the address of its admin pages, a Unix socket in the supervisor's folder; `listener` is the descriptor of
+    the clients' socket. A worker that `waits` listens when it can admit requests: others serve meanwhile, and one that
+    listens gets its share of connections.
+    """
+
+    worker: int
+    settings: ServeSettings
+    log: LogSettings
+    pages: str
+    listener: int
+    waits: bool
+
+
+class WorkerState(Enum):
+    """`STARTED`: its app is up, and it does not listen yet. `DOWN`: there is no process, or it could not begin."""
+
+    DOWN = "down"
+    STARTING = "starting"
+    STARTED = "started"
+    SERVING = "serving"
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A worker's report. With `DOWN` there is a `reason`, and whether the policy's files are that reason."""
+
+    state: WorkerState
+    reason: str = ""
+    is_policy: bool = False
 
 
 class WorkerProcess:
-    """One of the workers, over its restarts. `on_serving` is called when it listens."""
+    """One of the workers, over its restarts. `address` is that of its pages.
 
-    def __init__(self, number: int, pages: Path, on_serving: Callable[[], None]) -> None:
+    `on_change` gets this object when its state has changed. `failed` says why the last process could not begin, where
+    it could not.
+    """
+
+    def __init__(self, number: int, address: str, on_change: Callable[[WorkerProcess], None]) -> None:
         self.number = number
         self.state = WorkerState.DOWN
         self.reason = ""
         self.restarts = Restarts()
-        self.socket = str(pages)
-        self.pages = ReverseProxy(f"{SCHEME}{pages}")
-        self._on_serving = on_serving
+        self.failed: Report | None = None
+        self.address = address
+        self.pages = ReverseProxy(address)
+        self._on_change = on_change
         self._since_s = time.monotonic()
         self._process: asyncio.subprocess.Process | None = None
 
@@ -63,33 +101,33 @@ class WorkerProcess:
         """For how long it has been in its state."""
         return time.monotonic() - self._since_s
 
-    async def run(self, begin: Begin, listener: socket.socket, environment: Mapping[str, str]) -> ProcessEnd:
-        """Starts a process, and returns when it has ended. The process alone has the `listener` then."""
+    async def run(self, begin: Begin, listener: socket.socket, environment: Mapping[str, str]) -> float:
+        """Starts a process, which alone has the `listener` then. Returns, when it has ended, for how long it served."""
+        self.failed = None
         ours, theirs = socket.socketpair()
         try:
             with theirs, listener:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-c", _PROGRAM, str(theirs.fileno()), msgspec.json.encode(begin).decode()),
-                    *sys.path,
+                    *(sys.executable, "-c", _PROGRAM, msgspec.json.encode(begin).decode(), *sys.path),
                     env=environment,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), begin.listener),
+                    stdin=theirs.fileno(),
+                    pass_fds=(begin.listener,),
                     start_new_session=True,  # a terminal's Ctrl-C and end are for the supervisor alone
                 )
         except OSError as error:
             ours.close()
             self.reason = f"its process cannot be started: {error.strerror}"
-            return ProcessEnd(0.0, None)
+            return 0.0
         self._change(WorkerState.STARTING)
         # A line may be long: the mistakes of a policy are as many as it has lines.
         reader, channel = await asyncio.open_unix_connection(sock=ours, limit=sys.maxsize)
-        failed = await self._follow(reader)
+        await self._follow(reader)
         code = await self._process.wait()
         channel.close()
-        ending = ProcessEnd(self.since_s if self.is_serving else 0.0, failed)
-        self.reason = f"its process {how_it_ended(code)}" if failed is None else failed.reason
+        served_s = self.since_s if self.is_serving else 0.0
+        self.reason = f"its process {how_it_ended(code)}" if self.failed is None else self.failed.reason
         self._change(WorkerState.DOWN)
-        return ending
+        return served_s
 
     def send(self, number: Signals) -> None:
         """Sends a signal, if there is a process."""
@@ -97,17 +135,15 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def _follow(self, reader: asyncio.StreamReader) -> Report | None:
-        """Reads its reports to their end. Returns the one that says why it could not begin."""
-        failed = None
+    async def _follow(self, reader: asyncio.StreamReader) -> None:
+        """Reads its reports to their end."""
         with contextlib.suppress(ConnectionError):
             while received := await reader.readline():
                 report = msgspec.json.decode(received, type=Report)
                 if report.state is WorkerState.DOWN:
-                    failed = report
+                    self.failed = report
                 else:
                     self._change(report.state)
-        return failed
 
     def _change(self, state: WorkerState) -> None:
         self.state, self._since_s = state, time.monotonic()
@@ -115,4 +151,4 @@ class WorkerProcess:
             self.reason = ""
         if state is WorkerState.SERVING:
             _log.info("worker %d serves, process %d", self.number, self.pid, extra={"event": "worker_serves"})
-            self._on_serving()
+        self._on_change(self)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from sidecar.admin.auth import Access, AdminGuard
 from sidecar.composition.serving import ServeSettings, new_proxy, upstreams
-from sidecar.composition.stores import find_store, new_records, refuse_uncounted_budgets, takes_over_a_store
+from sidecar.composition.stores import (
+    TAKE_OVER_VARIABLE,
+    find_store,
+    new_records,
+    refuse_uncounted_budgets,
+    takes_over_a_store,
+)
 from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE
 from sidecar.server import CannotServe
@@ -30,17 +38,7 @@ from sidecar.workers.pages import WorkerPages
 _LONGEST_NAME = "worker-64.sock"
 
 
-class WorkersPlan(NamedTuple):
-    """App to serve, and the number of `workers`. `access` is that of the admin port."""
-
-    settings: ServeSettings
-    workers: int
-    log: LogSettings
-    policy: Policy
-    access: Access
-
-
-def check_system(workers: int) -> None:
+def _check_system(workers: int) -> None:
     """Raises CannotServe where the system cannot have several processes serve one port."""
     # Elsewhere the option is missing, or one of the processes gets all connections.
     if not sys.platform.startswith("linux") or not hasattr(socket, "SO_REUSEPORT"):
@@ -50,52 +48,75 @@ def check_system(workers: int) -> None:
         )
 
 
-async def supervise(plan: WorkersPlan, announce: Callable[[str], None]) -> None:
-    """Serves until SIGTERM or SIGINT. Raises CannotServe where that cannot begin or go on, and ValueError for settings
-    that cannot be.
+async def supervise(
+    settings: ServeSettings,
+    policy: Policy,
+    workers: int,
+    *,
+    access: Access,
+    log: LogSettings,
+    announce: Callable[[str], None],
+) -> None:
+    """Serves by so many `workers` until SIGTERM or SIGINT. `access` is that of the admin port.
+
+    Raises CannotServe where that cannot begin or go on, and ValueError for settings that cannot be.
     """
-    has_store = _check(plan)
-    settings = plan.settings
+    _check_system(workers)
+    has_store = find_store(policy, os.environ) is not None
+    settings = _checked(settings, policy)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(_private_folder())
         clients, listener = stack.enter_context(_reserved(settings.host, settings.port))
         admin = stack.enter_context(listening(settings.admin_host, settings.admin_port))
-        refuse_own_addresses(upstreams(settings.upstream, plan.policy), (clients, admin))
+        refuse_own_addresses(upstreams(settings.upstream, policy), (clients, admin))
         environment = dict(os.environ)
-        store = None if has_store or plan.policy.is_bare else OwnStore(folder)
+        environment.pop(TAKE_OVER_VARIABLE, None)
+        store = None if has_store or policy.is_bare else OwnStore(folder)
         if store is not None:
             environment[STORE_VARIABLE] = store.url
-        crew = Crew(settings, plan.workers, plan.log, environment, folder, listener=listener)
+        crew = Crew(settings, workers, log, environment, folder, listener=listener)
+        stack.push_async_callback(crew.close)
         signals = Signals(crew.reload)
         stack.enter_context(signals.caught())
+        kept: list[asyncio.Task[None]] = []
         if store is not None:
-            stack.push_async_callback(store.stop)
-            await store.start(crew.fail)
-        stack.push_async_callback(crew.close)
-        async with serving_pages(AdminGuard(WorkerPages(crew), plan.access), admin):
-            crew.start()
-            await wait_first(crew.all_serving.wait(), crew.failed.wait(), signals.first.wait())
-            if crew.all_serving.is_set():
-                announce(f"sidecar: proxy on {socket_address(clients, has_tls=settings.tls_cert is not None)}")
-                announce(f"sidecar: admin on {socket_address(admin)}")
-                kept = "the store" if has_store else "a Valkey of their own"
-                do = "pass every request" if plan.policy.is_bare else f"share one pool in {kept}"
-                announce(f"sidecar: {plan.workers} workers {do}")
-            await wait_first(crew.failed.wait(), signals.first.wait())
-            await crew.end(settings.grace_s, signals.second)
-    if crew.failure is not None:
-        raise CannotServe(crew.failure)
+            kept.append(await stack.enter_async_context(_running(store)))
+        async with serving_pages(AdminGuard(WorkerPages(crew), access), admin):
+            try:
+                kept += crew.start()
+                await wait_first(*kept, crew.all_serving.wait(), signals.first.wait())
+                if crew.all_serving.is_set():
+                    announce(f"sidecar: proxy on {socket_address(clients, has_tls=settings.tls_cert is not None)}")
+                    announce(f"sidecar: admin on {socket_address(admin)}")
+                    kept_in = "the store" if has_store else "a Valkey of their own"
+                    do = "pass every request" if policy.is_bare else f"share one pool in {kept_in}"
+                    announce(f"sidecar: {workers} workers {do}")
+                await wait_first(*kept, signals.first.wait())
+            finally:
+                await crew.end(settings.grace_s, signals.second)
 
 
-def _check(plan: WorkersPlan) -> bool:
-    """True if the settings name a store. Raises ValueError for settings that no worker could begin with."""
-    new_proxy(plan.settings.upstream, plan.policy)
-    new_certificate(plan.settings.tls_cert, plan.settings.tls_key)
-    store = find_store(plan.policy, os.environ)
-    new_records(plan.policy, os.environ)
-    refuse_uncounted_budgets(plan.policy, os.environ)
-    takes_over_a_store(os.environ, store, takes_over=plan.settings.takes_over_pool)
-    return store is not None
+@asynccontextmanager
+async def _running(store: OwnStore) -> AsyncIterator[asyncio.Task[None]]:
+    """Runs the store while the block runs, which begins when it listens. The task raises CannotServe."""
+    keeping = asyncio.get_running_loop().create_task(store.keep(), name="sidecar store")
+    try:
+        await wait_first(keeping, store.listens())
+        yield keeping
+    finally:
+        keeping.cancel()
+        await asyncio.wait((keeping,))
+
+
+def _checked(settings: ServeSettings, policy: Policy) -> ServeSettings:
+    """The settings, with what the environment says. Raises ValueError for those that no worker could begin with."""
+    new_proxy(settings.upstream, policy)
+    new_certificate(settings.tls_cert, settings.tls_key)
+    new_records(policy, os.environ)
+    refuse_uncounted_budgets(policy, os.environ)
+    store = find_store(policy, os.environ)
+    takes_over = takes_over_a_store(os.environ, store, takes_over=settings.takes_over_pool)
+    return msgspec.structs.replace(settings, takes_over_pool=takes_over)
 
 
 @contextmanager

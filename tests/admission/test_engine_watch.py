@@ -70,11 +70,12 @@ async def test_an_engine_that_comes_later_is_used_then(tmp_path: Path) -> None:
         assert changes == [True]
 
 
-async def test_another_engine_that_comes_later_is_never_used(tmp_path: Path) -> None:
+async def test_another_engine_that_comes_later_is_never_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
     port = free_port()
     async with watch_of(tmp_path, port) as (watch, _):
-        changes: list[bool] = []
-        watch.on_change.append(lambda: changes.append(watch.is_usable))
+        changes: list[tuple[bool, int | None]] = []
+        watch.on_change.append(lambda: changes.append((watch.is_usable, watch.up)))
         async with engine(port, TensorRtLlm):
             await until(lambda: watch.state is EngineState.MISMATCH)
             assert "is TensorRT-LLM (/v1/models says so), but the policy says engine: vllm" in watch.readiness()[0]
@@ -82,7 +83,11 @@ async def test_another_engine_that_comes_later_is_never_used(tmp_path: Path) -> 
         await until(lambda: watch.state is EngineState.DOWN)
         async with engine(port):
             await until(lambda: watch.state is EngineState.UP)
-        assert changes == [False, False, True]
+        assert changes == [(False, 0), (False, 0), (True, 1)]
+    events = [getattr(record, "event", "") for record in caplog.records]
+    assert [event for event in events if event.startswith("engine_")] == [
+        *("engine_down", "engine_mismatch", "engine_down", "engine_up")
+    ]
 
 
 async def test_a_request_that_cannot_connect_holds_the_others_for_milliseconds_where_the_engine_answers(

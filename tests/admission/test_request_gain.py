@@ -343,7 +343,7 @@ async def test_whatever_becomes_of_its_attempts_a_request_leaves_no_engine_behin
     assert seen[0]["running"] == 1
     gain = guarded.sidecar.gain
     request = await sized(guarded)
-    followed = gain.follow(request, guarded.sidecar.snapshot.objectives, guarded.sidecar.snapshot.tier_names, 0)
+    followed = gain.follow(request, guarded.sidecar.snapshot, 0)
     assert followed is not None
     followed.sent("a#1", UsageReader()).feed(EVENT)
     followed.first_byte(200)
@@ -358,8 +358,7 @@ async def test_whatever_becomes_of_its_attempts_a_request_leaves_no_engine_behin
 async def test_a_second_attempt_is_measured_from_the_first_arrival() -> None:
     guarded = Clocked(App())
     request = await sized(guarded)
-    snapshot = guarded.sidecar.snapshot
-    followed = guarded.sidecar.gain.follow(request, snapshot.objectives, snapshot.tier_names, guarded.now_us)
+    followed = guarded.sidecar.gain.follow(request, guarded.sidecar.snapshot, guarded.now_us)
     assert followed is not None
     followed.sent(None, UsageReader()).feed(EVENT)
     followed.taken_back()

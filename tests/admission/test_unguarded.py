@@ -1,4 +1,4 @@
-"""Paths that the policy does not guard: what passes, what is refused, and in which spelling."""
+"""Paths that the policy does not guard: what passes and what is refused. Their spellings: `security/test_spellings`."""
 
 from __future__ import annotations
 
@@ -48,26 +48,6 @@ SEEN = {
     "tensorrt-llm": ["/v1/messages/batches"],
 }
 """The paths on which real servers were seen to generate without a lease."""
-SPELLINGS = [
-    "//v1/score",
-    "/v1/score/",
-    "/v1//score",
-    "/V1/Score",
-    "/v1/%73core",
-    "/v1/%2573core",
-    "/v1%2fscore",
-    "/v1/score;x=1",
-    "/v1;a=b/score",
-    "/x/../v1/score",
-    "/v1/./score",
-    "/v1\\score",
-    "/v1/score%20",
-    "/v1/score%00",
-    "/tokenize/../v1/score",
-    "/tokenize%2f..%2fv1/score",
-    "/v1/responses/a/../../score",
-    "/below/a/mount/v1/score",
-]
 
 
 def request(method: str, path: str, body: bytes = BODY, *headers: str) -> bytes:
@@ -108,13 +88,6 @@ async def test_no_path_generates_past_a_proxy(engine: str, tmp_path: Path) -> No
             assert path in error["message"]
             assert "unguarded: allow" in error["message"], path
         assert all(taken.head.startswith(b"GET /openapi.json ") for taken in upstream.requests)  # the engine's schema
-
-
-async def test_no_other_spelling_reaches_the_engine(tmp_path: Path) -> None:
-    async with fronted(write_policy(tmp_path, engine="sglang")) as (upstream, port):
-        answers = {path: Answer.parsed(await exchange(port, post(path, BODY))) for path in SPELLINGS}
-        assert upstream.requests == []
-    assert [path for path, answer in answers.items() if not answer.is_error(404, "not_guarded")] == []
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
@@ -193,7 +166,8 @@ async def test_an_apps_own_routes_pass(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "paths"), [("sglang", ["/v1/score", "/generate", *SPELLINGS]), ("vllm", [CHAT + "/batch"])]
+    ("engine", "paths"),
+    [("sglang", ["/v1/score", "/generate", "/below/a/mount/v1/score"]), ("vllm", [CHAT + "/batch"])],
 )
 async def test_the_engines_generating_paths_do_not(engine: str, paths: list[str]) -> None:
     app = App()
@@ -391,17 +365,9 @@ async def test_without_a_key_the_engines_own_is_not_used(tmp_path: Path, monkeyp
 DENIED = "anonymous: deny\n"
 OPERATORS = [
     *("/metrics", "/docs", "/redoc", "/openapi.json", "/server_info", "/load", "/is_sleeping"),
-    *("//metrics", "/metrics/", "/metricsx", "/metrics/x", "/x/../metrics", "/./metrics", "/METRICS", "/%6detrics"),
-    *("/%256detrics", "/metrics%0a", "/metrics;x", "/x%2f..%2fmetrics", "/\\metrics", "/health/../metrics"),
-    *(
-        "/health%2f..%2fdocs",
-        "/below/it/metrics",
-        "/docs/oauth2-redirect",
-        "/v1/models/../../openapi.json",
-        "/..//load",
-    ),
+    *("/metrics/x", "/metricsx", "/docs/oauth2-redirect", "/below/it/metrics", "/health%2f..%2fdocs", "/METRICS"),
 ]
-"""The first are vLLM's own, the others spellings that it, or a server before it, may read as one of them."""
+"""The first are vLLM's own, the others paths that it, or a server before it, may read as one of them."""
 
 
 def denying(folder: Path, more: str = "", engine: str = "vllm") -> Path:
@@ -594,12 +560,19 @@ def test_the_page_says_what_the_code_does_of_the_others() -> None:
 
 
 def page_says(engine: str, shown: str) -> None:
-    """Fails unless docs/write-a-policy.md lists exactly the engine's paths, but for those that every engine has."""
-    ((_, generating, harmless),) = (row for row in table(PAGE, "Each engine's paths") if row[0] == shown)
+    """Fails unless docs/write-a-policy.md lists exactly the engine's paths: in its row, and in those of all engines."""
+    names = {shown, "all", *({"all but TensorRT-LLM"} if engine != "tensorrt-llm" else ())}
+    rows = [row for row in table(PAGE, "Each engine's paths") if row[0] in names]
+    assert len(rows) == len(names)
     routes = ENGINES[engine].routes
-    assert set(re.findall("`([^`]+)`", generating)) == set(routes.generating) - set(OPENAI)
-    assert set(re.findall("`([^`]+)`", harmless)) == set(routes.harmless)
+    assert path_names(rows, 1) == sorted(set(routes.generating) - set(OPENAI))
+    assert path_names(rows, 2) == sorted(routes.harmless)
     assert routes.websockets == {"/v1/realtime"}
+
+
+def path_names(rows: list[list[str]], column: int) -> list[str]:
+    """The paths in a column, sorted; one that is in two rows is there twice."""
+    return sorted(path for row in rows for path in re.findall("`([^`]+)`", row[column]))
 
 
 def test_the_page_lists_the_operators_pages() -> None:

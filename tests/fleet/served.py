@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +16,6 @@ from typing import Any
 import aiohttp
 
 from tests.cluster.replicas import CHAT, address, started
-from tests.fleet.test_processes import Engines, emulated
 from tests.support.ports import free_ports
 
 POLICY = """\
@@ -30,6 +32,42 @@ default_tier: high
 anonymous: high
 endpoints: {{/v1/chat/completions: {{}}}}
 """
+
+
+@dataclass
+class Engines:
+    """Emulated engines, each with a process of its own."""
+
+    process: subprocess.Popen[str]
+    port: int
+    pids: dict[int, int]
+
+    def kill(self, number: int, sig: signal.Signals) -> None:
+        os.kill(self.pids[self.port + number], sig)
+
+
+@contextmanager
+def emulated(folder: Path, count: int, port: int, *more: str) -> Iterator[Engines]:
+    """Returns when all answer; with a delay, after that."""
+    arguments = ("emulate", "--engine", "vllm", "--replicas", str(count), "--port", str(port), "--kv-tokens", "20000")
+    with started(folder / f"engines-{port}", *arguments, *more) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(count)]
+        found = [re.search(r":(\d+), model.* process (\d+)", line) for line in lines]
+        assert all(found), lines
+        try:
+            yield Engines(process, port, {int(match[1]): int(match[2]) for match in found if match})
+        finally:
+            for match in found:
+                if match is not None:
+                    _kill(int(match[2]))
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
 
 
 @dataclass

@@ -117,28 +117,6 @@ async def test_replays_that_are_turned_off_while_a_request_runs(tmp_path: Path) 
         assert (await asking).status == 502
 
 
-@pytest.mark.long
-async def test_an_engine_list_is_followed(tmp_path: Path) -> None:
-    async with rude(tokens, tokens) as stands:
-        urls = [stand.url for stand in stands]
-        listed = tmp_path / "engines.yaml"
-        listed.write_text(f"engines: [{{name: a, url: '{urls[0]}'}}]\n")
-        policy = write_policy(tmp_path / "policy.yaml", "  file: engines.yaml")
-        async with routed(policy) as sidecar, load(sidecar) as found:
-            await until(lambda: len(found) > 3)
-            both = "".join(f"  - {{name: {name}, url: '{url}'}}\n" for name, url in zip("ab", urls, strict=True))
-            listed.write_text(f"engines:\n{both}")
-            await until(lambda: "b" in since(found, 0))
-            listed.write_text("engines: [{name: broken")
-            await until(lambda: any("engines.yaml" in notice for notice in sidecar.controller.notices()))
-            assert len(sidecar.fleet.members()) == 2, "the last good list stands"
-            listed.write_text(f"engines: [{{name: b, url: '{urls[1]}'}}]\n")
-            await until(lambda: {member.name for member in sidecar.fleet.members()} == {"b"})
-            count = len(found)
-            await until(lambda: len(found) > count + 24)
-            assert since(found, count + 14) == {"b"}
-
-
 async def test_a_ticket_that_no_engine_of_the_new_list_could_hold_gets_a_400(tmp_path: Path) -> None:
     async with rude(ok) as (a,):
         large = static(a.url) + "\n  drain_timeout: 1m"

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from sidecar.policy.store import STORE_VARIABLE
-from tests.fleet.routed import Act, Routed, Rude, changed, engines_of, ok, routed, rude, write_policy
+from tests.fleet.routed import Act, Routed, Rude, engines_of, ok, routed, rude, write_policy
 from tests.support.engine import Connection, Received
-from tests.support.redis_servers import RedisServer
 from tests.support.shared_pools import begun_store
 from tests.support.waiting import until
 
@@ -29,16 +28,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         with begun_store(tmp_path) as server:
             monkeypatch.setenv(STORE_VARIABLE, server.url)
             yield
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
-    """A store that the test may kill."""
-    folder = tmp_path / "own"
-    folder.mkdir()
-    with begun_store(folder) as server:
-        monkeypatch.setenv(STORE_VARIABLE, server.url)
-        yield server
 
 
 class Held:
@@ -126,33 +115,3 @@ async def test_an_engine_that_breaks_loses_no_request_and_no_order(tmp_path: Pat
         assert sorted(found) == ["long", "running", "short"]  # the one that the broken engine had, once more
         assert found.index("short") < found.index("long")
         assert {reply.status for reply in await asyncio.gather(*running)} == {200}
-
-
-async def test_a_reload_keeps_what_waits_and_its_order(tmp_path: Path) -> None:
-    async with stand(tmp_path) as (sidecar, held):
-        waiting = await in_queue(sidecar, named("long"), named("short"))
-        path = tmp_path / "policy.yaml"
-        path.write_text(path.read_text().replace("order: gain", "order: gain\nfair: 100%"))
-        changed(sidecar, path)
-        waiting += await in_queue(sidecar, named("long too"))
-        assert await held.serve(waiting) == ["short", "long", "long too"]
-
-
-async def test_the_floor_is_filled_in_fair_order_before_any_gain(tmp_path: Path) -> None:
-    async with stand(tmp_path, more="order: gain\nfair: 100%") as (sidecar, held):
-        path = tmp_path / "policy.yaml"
-        path.write_text(path.read_text().replace("batch: {", "batch: {reserve: 50%, "))
-        changed(sidecar, path)
-        waiting = await in_queue(sidecar, named("short"), named("bulk", {"x-priority": "batch"}))
-        assert await held.serve(waiting) == ["bulk", "short"]
-
-
-@pytest.mark.parametrize("place", ["one process"], indirect=True)
-@pytest.mark.long
-async def test_without_the_store_a_replica_keeps_the_order_on_its_parts(tmp_path: Path, store: RedisServer) -> None:
-    async with stand(tmp_path) as (sidecar, held):
-        waiting = await in_queue(sidecar, named("long"), named("short"))
-        store.kill()
-        await until(sidecar.pool.notices)
-        waiting += await in_queue(sidecar, named("long too"), named("short too"))
-        assert await held.serve(waiting) == ["short", "short too", "long", "long too"]

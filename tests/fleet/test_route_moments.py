@@ -159,17 +159,19 @@ HIGH = {"x-priority": "high"}
 BATCH = {"x-priority": "batch"}
 
 
-async def test_a_preempted_request_waits_again_and_is_served_elsewhere_or_later(tmp_path: Path) -> None:
-    acts = [sequence(silent, ok)]
-    async with fleet_before(tmp_path, *acts, capacity="{tokens: 100k, requests: 1}") as (sidecar, a):
-        low = sidecar.begin("low", BATCH)
-        await until(lambda: a.count == 1)
-        high = await sidecar.ask("high", HIGH)
-        assert high.status == 200
-        found = await low
-        assert (found.status, found.headers["x-admission-preempted"]) == (200, "1")
-        assert a.count == 3
-        assert sidecar.replays == {}, "a preemption is none"
+@pytest.mark.parametrize("http", ["httptools", BoundedHttpProtocol], ids=["uvicorn's server", "our own"])
+async def test_a_preempted_request_waits_again_and_is_served_elsewhere_or_later(tmp_path: Path, http: Any) -> None:
+    async with rude(sequence(silent, ok)) as engines:
+        policy = write_policy(tmp_path / "policy.yaml", engines_of(engines), capacity="{tokens: 100k, requests: 1}")
+        async with routed(policy, http=http) as sidecar:
+            low = sidecar.begin("low", BATCH)
+            await until(lambda: engines[0].count == 1)
+            high = await sidecar.ask("high", HIGH)
+            assert high.status == 200
+            found = await low
+            assert (found.status, found.headers["x-admission-preempted"]) == (200, "1")
+            assert engines[0].count == 3
+            assert sidecar.replays == {}, "a preemption is none"
 
 
 @pytest.mark.parametrize("act", [refusing(503, times=2), sequence(reset, ok)])

@@ -21,6 +21,7 @@ class OneReplica:
         self.tickets, self.entered, self.count = {}, [], 0
         self.set_engines(scenario.get("engines", [{"id": "pool#1", **scenario.get("capacity", {})}]), 0)
         self.member.pool.knew = 1
+        self.member._guard.due_in_us = lambda _: None  # the program decides
         self.pump(0)
 
     def set_engines(self, offers, now):
@@ -75,5 +76,9 @@ class OneReplica:
             m.hand_back(lease, step.get("barred", ()) if what == "hand_back" else (), now)
         elif what == "engines":
             self.set_engines(step["engines"], now)
+        elif what == "guard":
+            guard = next(of.guard for of in m.pool.reply.tiers if of.tier == step["tier"])
+            share = round(step["share"] * calls.PPM)
+            m._guard._decided.append(calls.GuardDecided(step["tier"], guard.decided_us, share, 0, 0, []))
         elif what == "cap":
             m.tell(calls.Cap(step["engine"], step["requests"], us(step["until"]) - now), now)

@@ -117,6 +117,11 @@ class LedgerPlayer:
             )
         elif what == "engines":
             self.set_engines(step["engines"], now)
+        elif what == "guard":
+            guard = self.reply.tiers[self.names.index(step["tier"])].guard
+            self.news.guards.append(
+                calls.GuardDecided(step["tier"], guard.decided_us, round(step["share"] * calls.PPM), 0, 0, [])
+            )
         elif what == "cap" and step["engine"] in self.config:
             self.news.caps.append(calls.Cap(step["engine"], step["requests"], us(step["until"]) - now))
 

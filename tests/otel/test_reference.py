@@ -12,7 +12,7 @@ from tests.support.nesting import refused_by_nesting
 
 PAGE = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
 CODE = [module.read_text(encoding="utf-8") for module in sorted((ROOT / "sidecar").rglob("*.py"))]
-ROW = re.compile(r"^- `(admission\.[\w.]+)` \((counter|gauge|histogram)(?:, (\w+))?((?:, `[\w.]+`)*)\): ", re.MULTILINE)
+ROW = re.compile(r"^- `(admission\.[\w.]+)`(?: \(([^)]*)\))?: ", re.MULTILINE)
 EVERYWHERE = {"__name__", "job", "instance", "le", semconv.POOL.replace(".", "_")}
 
 
@@ -32,10 +32,12 @@ def in_prometheus(name: str, kind: str, unit: str) -> str:
 def listed(topic: str) -> dict[str, Listed]:
     """The metrics of a list, by the names of their series."""
     text = PAGE.split(f"<!-- list: {topic} -->", 1)[1].split("<!-- end -->", 1)[0]
-    return {
-        in_prometheus(name, kind, unit): Listed(kind, frozenset(re.findall(r"`([\w.]+)`", labels)))
-        for name, kind, unit, labels in ROW.findall(text)
-    }
+    found = {}
+    for name, traits in ROW.findall(text):
+        kind = next((one for one in ("counter", "histogram") if one in traits.split(", ")), "gauge")
+        unit = "s" if "s" in traits.split(", ") else ""
+        found[in_prometheus(name, kind, unit)] = Listed(kind, frozenset(re.findall(r"`([\w.]+)`", traits)))
+    return found
 
 
 METRICS, ENGINE_METRICS, SIZE_METRICS, GAIN_METRICS = map(listed, ("metrics", "engines", "sizes", "gain"))

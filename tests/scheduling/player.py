@@ -40,6 +40,7 @@ def rules_of(scenario):
             bool(t.get("always_first")),
             bool(t.get("preemptible")),
             us(t.get("preempt_after_s")),
+            part(t, "hold", 0),
         )
         for t in scenario["tiers"]
     )
@@ -156,6 +157,8 @@ class SchedulerPlayer:
             self.scheduler.tiers[tier].queue.charge(step.get("tenant", ""), step["tokens"], step.get("weight", 1))
         elif what == "engines":
             self.set_engines(step["engines"])
+        elif what == "guard" and (guarded := self.scheduler.guards.of(tier)):
+            self.scheduler.guards.decide(guarded, Fraction(str(step["share"])), now, ())
         elif what == "cap" and step["engine"] in self.scheduler.engines:
             self.scheduler.engines[step["engine"]].set_cap(step["requests"], us(step["until"]), now)
 

@@ -58,6 +58,10 @@ def random_engine(luck: random.Random, engine: str, at: float) -> dict[str, Any]
 
 def random_header(luck: random.Random, name: str, *, several: bool, by_gain: bool) -> Program:
     tiers = random_tiers(luck)
+    other_luck = random.Random(name)
+    for tier in tiers[:-1]:
+        if other_luck.random() < 0.2:
+            tier["hold"] = 0.97
     program: Program = {"name": name, "tiers": tiers}
     if luck.random() < 0.6:
         ceiling = luck.choice(tiers)["name"]
@@ -127,6 +131,8 @@ class Author:
         ]  # fmt: skip
         if "engines" in self.program:
             often += [(2, self.prefilled), (0.4, self.cap)]
+        if any("hold" in tier for tier in self.program["tiers"]):
+            often += [(0.7, self.guard)]
         (made,) = self.luck.choices([each for _, each in often], [chance for chance, _ in often])
         if made is not self.wait:
             self.at += self.luck.choice([0, 0, 0, 0.25, 1])
@@ -166,6 +172,10 @@ class Author:
                 "cost": luck.choice([0.5, 1, 3, 10]), "start_by": start_by, "slack": luck.choice([0.25, 1, 3]),
             }  # fmt: skip
         return step
+
+    def guard(self) -> dict[str, Any]:
+        guarded = [tier["name"] for tier in self.program["tiers"] if "hold" in tier]
+        return {"do": "guard", "tier": self.luck.choice(guarded), "share": self.luck.choice([0.02, 0.1, 0.3, 0.6, 1])}
 
     def largest(self) -> int:
         """The tokens of the pool, or of its largest engine."""

@@ -6,7 +6,7 @@ answers that are others there. The numbers in the comments are those of the rule
 1. Floors: a tier has its reserve R, its headroom H, its limit L. 2. Tenants: fair tags. 3. Order: classes 0 to 4.
 4. Room: headroom is kept free, and the first that does not fit holds its place. 5. A turn is paid back.
 6. Engines, and the line of those that wait for the right one. 7. Preemption. 8. A full engine is capped.
-9. The order by gain.
+9. The order by gain. 10. What less important tiers may hold beside one whose SLO is held.
 
 `answers(scenario)` plays a scenario of `rules/*.json`. For every step it gives what entered an engine, and what was
 chosen to be taken back. `new(scenario)` is a pool that takes one step at a time.
@@ -100,6 +100,7 @@ class Reference:
     latest: dict = field(default_factory=dict)
     admissions: int = 0
     entered: list = field(default_factory=list)  # (request, when)
+    shares: dict = field(default_factory=dict)  # 10: of each guarded tier, what it leaves to those below it
 
     # -- the words: the pool, its engines, its figures
 
@@ -305,7 +306,35 @@ class Reference:
             if is_free or within(plus(self.used(r.tier), self.need(r)), self.limit(r.tier)):
                 order_class = self.class_for(r)
                 found.append((self.place(r, order_class), r, order_class))
-        return [(r, order_class) for _, r, order_class in sorted(found, key=lambda it: it[0])]
+        return self.guarded([(r, order_class) for _, r, order_class in sorted(found, key=lambda it: it[0])])
+
+    # -- 10: guarded tiers
+
+    def below(self, tier: int) -> list[int]:
+        return [q for q in range(tier + 1, len(self.tiers)) if not self.tiers[q]["always_first"]]
+
+    def guarded(self, order: list) -> list:
+        """Without those of class 4 that find no room below a guarded tier, and those like them that come after."""
+        found, closed = [], set()
+        for r, order_class in order:
+            keeping = []
+            for tier, share in self.shares.items():
+                if (
+                    order_class == OTHER
+                    and r.tier in self.below(tier)
+                    and (tier in closed or not self.leaves(share, r, tier))
+                ):
+                    keeping.append(tier)
+            closed |= {*keeping}
+            found += [] if keeping else [(r, order_class)]
+        return found
+
+    def leaves(self, share: Fraction, r: Request, tier: int) -> bool:
+        """In each dimension: the pool may be as full, or those below their floors; one is let in beside nothing."""
+        below, floors = (plus(*map(of, self.below(tier))) for of in (self.used, self.reserve))
+        total, need = plus(*map(self.holding, self.running())), self.need(r)
+        most = [INFINITE if c == INFINITE else share * c // 1 for c in self.pool()]
+        return all(not below[d] or below[d] + need[d] <= floors[d] or total[d] + need[d] <= most[d] for d in range(3))
 
     # -- 4: room
 
@@ -626,6 +655,8 @@ class Reference:
                     "ramp": round(o.get("ramp_s", 0) * 1e6),
                     "since": round(o.get("since_s", 0) * 1e6),
                 }
+        elif what == "guard" and tier in self.shares:
+            self.shares[tier] = Fraction(str(step["share"]))
         elif what == "cap" and step["engine"] in self.engines:
             requests, until, e = step["requests"], round(step["until"] * 1e6), step["engine"]
             if self.cap(e) < INFINITE:  # a cap in force only falls, and lasts on
@@ -657,6 +688,7 @@ def new(scenario: dict) -> Reference:
     found = Reference(tiers, microseconds(aging, "promote_after_s"), ceiling, scenario.get("max_preemptions", 0))
     found.weight, found.by_gain = scenario.get("weight_percent", 200), scenario.get("order") == "gain"
     found.fair = part(scenario, "fair", 1)
+    found.shares = {n: Fraction(1, 10) for n, t in enumerate(scenario["tiers"]) if t.get("hold")}
     found.do(
         {"do": "engines", "engines": scenario.get("engines", [{"id": "pool#1", **scenario.get("capacity", {})}])}, 0
     )

@@ -76,6 +76,6 @@ def test_the_programs_reach_each_word() -> None:
     steps = [step for program in programs(range(40)) for step in program["steps"]]
     assert {step["do"] for step in steps} == {
         *("submit", "cancel", "settle", "prefilled", "keep", "requeue", "hand_back", "resize", "charge", "cap"),
-        *("engines", "wait"),
+        *("engines", "wait", "guard"),
     }
     assert sum(bool(step["chosen"]) for step in steps) > 3

@@ -13,9 +13,10 @@ from typing import Any
 
 from sidecar.scheduling import preemption
 from sidecar.scheduling import scheduler as module
-from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, plus, within
 from sidecar.scheduling.engines import Gone, ScheduledEngine
-from sidecar.scheduling.figures import figures_for
+from sidecar.scheduling.figures import Rules, figures_for
+from sidecar.scheduling.guarded import GuardedTier, Guards
 from sidecar.scheduling.preemption import _Search
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.scheduler import FIRST, INSIDE, LINE, OTHER, TURN, Scheduler
@@ -35,6 +36,7 @@ remove, charge_for, could_take, search_init = (
     _Search.__init__,
 )
 engines_for = preemption._engines_for
+keeping_out, change_guards, leaves = Guards._keeping_out, Guards.change_rules, GuardedTier.leaves
 
 
 def always(value: Any) -> Callable[..., Any]:
@@ -96,6 +98,21 @@ def _no_burst(search: _Search, leases: Any) -> Any:
 def _knows_no_holders(pool: Scheduler, candidate: Any, earlier: Any) -> Any:
     before = engines_for(pool, candidate, earlier)
     return {engine: before.get(engine, []) for engine in pool.would_enter(candidate.ticket, candidate.order_class)}
+
+
+def _leaves_no_room_beside_nothing(guarded: GuardedTier, needed: Amount, below: Amount, total: Amount) -> bool:
+    return within(plus(total, needed), guarded.most) or within(plus(below, needed), guarded.floors)
+
+
+def _forgets_floors(guarded: GuardedTier, needed: Amount, below: Amount, total: Amount) -> bool:
+    guarded.floors = NOTHING
+    return leaves(guarded, needed, below, total)
+
+
+def _guards_against_all(guards: Guards, rules: Rules) -> None:
+    change_guards(guards, rules)
+    for guarded in guards.tiers:
+        guarded.below = range(len(rules.tiers))
 
 
 PATCHES: dict[str, Patch] = {
@@ -169,6 +186,14 @@ PATCHES: dict[str, Patch] = {
     "nobody is ahead": (FairQueue, "is_ahead", always(False)),
     "all that a tier holds is in its floor": (Scheduler, "on_floor", lambda s, level: s.tiers[level].used),
     "by gain by level": (Scheduler, "_gain_key", lambda s, t: (1, s.aged_level(t))),
+    # rule 10
+    "guards nothing": (Guards, "allowed", lambda _, order: list(order)),
+    "guards where it may enter at once only": (GuardedTier, "leaves", always(True)),
+    "keeps a large one out for ever": (GuardedTier, "leaves", _leaves_no_room_beside_nothing),
+    "small ones pass a large one": (Guards, "_keeping_out", lambda g, ticket, _: keeping_out(g, ticket, ())),
+    "cuts floors": (GuardedTier, "leaves", _forgets_floors),
+    "counts only what is less important": (GuardedTier, "leaves", lambda g, n, below, _: leaves(g, n, below, below)),
+    "guards against an always_first tier": (Guards, "change_rules", _guards_against_all),
 }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""No spelling of a path leads past admission: what a real router reads as a guarded path, or as an operator's page."""
+"""No spelling of a path leads past admission: what a real router reads as a guarded path, as one that generates without
+a lease, or as an operator's page.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ _PIECES = [
     "%5c",
     "v",
 ]
-_PATHS = ["/v1/chat/completions", "/metrics", "/docs", "/V1/Chat/Completions", "/%6detrics", "/v1/%63hat/completions"]
+_PATHS = [
+    *("/v1/chat/completions", "/V1/Chat/Completions", "/v1/%63hat/completions"),
+    *("/metrics", "/%6detrics", "/docs", "/v1/score", "/V1/Score", "/v1/%73core"),
+]
 _ROOTS = ["", "/below", "/v", "/v1", "/m"]
 
 
@@ -59,10 +64,15 @@ async def _page(_: Request) -> Response:
     return PlainTextResponse("a page")
 
 
+async def _score(request: Request) -> Response:
+    return PlainTextResponse("generated")
+
+
 def _engine() -> Starlette:
     """An engine's server; its `/metrics` is mounted as vLLM's, and so is everything that begins like it."""
     metrics = Mount("/metrics", Starlette(routes=[Route("/{rest:path}", _page, methods=["GET", "POST"])]))
-    return Starlette(routes=[Route(CHAT, _chat, methods=["POST", "GET"]), metrics, Route("/docs", _page)])
+    generating = [Route(CHAT, _chat, methods=["POST", "GET"]), Route("/v1/score", _score, methods=["POST"])]
+    return Starlette(routes=[*generating, metrics, Route("/docs", _page)])
 
 
 @pytest.mark.parametrize("unguarded", ["deny", "generating", "allow"])
@@ -72,6 +82,7 @@ def _engine() -> Starlette:
 @example(path="/below/v1/chat/completions", root="/below")
 @example(path="/metrics%0a", root="")
 @example(path="/v/%6detrics/../", root="/v")
+@example(path="/below//v1/./%73core", root="/below")
 async def test_no_spelling_leads_past_admission(unguarded: str, path: str, root: str) -> None:
     sidecar = AdmissionMiddleware(_engine(), policy=_POLICIES[unguarded])
     for method in ("POST", "GET"):
@@ -88,6 +99,7 @@ async def test_no_spelling_leads_past_admission(unguarded: str, path: str, root:
         body = b"".join(message.get("body", b"") for message in caller.sent[1:])
         assert (method, unguarded) == ("GET", "allow") or body != b"past admission"
         assert unguarded != "deny" or body != b"a page"
+        assert unguarded == "allow" or body != b"generated"
 
 
 _POLICIES = {

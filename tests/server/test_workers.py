@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.server.workers import ServerProcesses, refuse_separate_pools, server_processes
+from sidecar.server.workers import ServerProcesses, refuse_several, server_processes
 from tests.server.launched import running, write_app
 from tests.support.ports import free_ports
 from tests.support.redis_servers import free_port
@@ -177,7 +177,7 @@ def test_the_server_says_how_many_processes_there_are() -> None:
 
 def test_without_a_supervisor_the_error_names_no_switch() -> None:
     with pytest.raises(ValueError, match="2 server processes share this engine") as refused:
-        refuse_separate_pools(ServerProcesses(2))
+        refuse_several(ServerProcesses(2), is_shared=False, is_engine=False)
     assert "SIDECAR_PROCESSES" not in str(refused.value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import shutil
@@ -20,7 +19,6 @@ import pytest
 
 from sidecar.policy.compiler import shipped_policies
 from tests.support.commands import address, command
-from tests.support.engine import answering, raw_engine
 from tests.support.in_process import emulated_engine
 from tests.support.late import openai
 from tests.support.nesting import refused_by_nesting
@@ -291,36 +289,6 @@ def test_a_store_that_nests_names_takes_every_span_link_and_resource(story: Stor
     spans = story.received.spans
     sent = [each.attributes for span in spans for each in (span, *span.links)] + [span.resource for span in spans]
     assert [refused for names in sent if (refused := refused_by_nesting(names))] == []
-
-
-@pytest.mark.long
-@pytest.mark.anyio
-@pytest.mark.parametrize("sampled", [True, False])
-async def test_the_engine_is_sent_the_engine_spans_context(tmp_path: Path, sampled: bool) -> None:
-    body = b'{"id":"x","choices":[],"usage":{"prompt_tokens":4,"completion_tokens":2,"total_tokens":6}}'
-    answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-    async with raw_engine(answering(answer)) as engine:
-        with (
-            otlp_over_http() as received,
-            running_sidecar(tmp_path, engine.url, received, "http/protobuf") as sidecar,
-        ):
-            asked = {"sampled": sampled, "extra_headers": {"tracestate": "rojo=1", "baggage": "user=alice"}}
-            await asyncio.to_thread(sidecar.ask, STANDARD, 31, **asked)
-            await asyncio.to_thread(sidecar.begin_to_end)
-            await asyncio.to_thread(sidecar.end)
-
-    (to_engine,) = engine.requests
-    (traceparent,) = to_engine.all(b"traceparent")
-    version, trace_id, parent, flags = traceparent.decode().split("-")
-    spans = received.of(trace_of(31))
-    assert (version, trace_id) == ("00", trace_of(31))
-    assert int(flags, 16) & 1 == sampled
-    assert to_engine.all(b"tracestate") == [b"rojo=1"]
-    assert to_engine.all(b"baggage") == [b"user=alice"]
-    assert set(spans) == ({"admission", "engine"} if sampled else set())
-    assert parent != PARENT
-    if sampled:
-        assert parent == spans["engine"].span_id
 
 
 @pytest.mark.long

@@ -1,9 +1,5 @@
 import asyncio
 import gc
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +11,6 @@ from sidecar.events import StoreChanged, StoreState
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.pools import Ask
 from sidecar.telemetry.metrics.store import StoreMetrics
-from tests.support.redis_servers import until
 from tests.support.shared_pools import begun_store, shared_pool
 from tests.telemetry import measuring as measuring_sdk
 
@@ -172,41 +167,3 @@ async def test_every_call_to_a_store_is_timed_whether_it_is_answered_or_not(tmp_
             await asyncio.sleep(0.01)
         assert len(took_s) == pool.state()["store"]["round_trips"] > answered
         await pool.close()
-
-
-def last_told(exports):
-    """The value of the gauge in each export so far, without repetitions."""
-    reported = []
-    for _, request in list(exports):
-        for metric in request.resource_metrics[0].scope_metrics[0].metrics:
-            if metric.name == "admission.store.available":
-                (point,) = metric.gauge.data_points
-                reported += [point.as_int] if reported[-1:] != [point.as_int] else []
-    return reported
-
-
-@pytest.mark.long
-def test_sidecar_serve_tells_a_collector_of_a_store_that_is_lost_and_back(collector, tmp_path):
-    url, exports = collector
-    variables = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": url,
-        "OTEL_TRACES_EXPORTER": "none",
-        "OTEL_METRIC_EXPORT_INTERVAL": "50",
-    }
-    serve = [sys.executable, "-m", "sidecar.cli", "serve", "--upstream", "http://127.0.0.1:9", "--port", "0"]
-    serve += ["--admin-port", "0", "--policy", str(shipped_policies())]
-    with begun_store(tmp_path) as redis:
-        environment = {**os.environ, **variables, "SIDECAR_STORE": redis.url}
-        process = subprocess.Popen(serve, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        try:
-            until(lambda: last_told(exports)[-1:] == [1], "the store is available")
-            redis.kill()
-            until(lambda: last_told(exports)[-1:] == [0], "the store is lost")
-            redis.restart()
-            until(lambda: last_told(exports)[-1:] == [1], "the store is back")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(10) == 0
-        finally:
-            process.kill()
-            process.communicate()
-    assert last_told(exports)[-3:] == [1, 0, 1]

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from tests.support import serving as server
 
-WITHIN_S = 40.0
+WITHIN_S = 60.0
 """Two workers start in two seconds on an idle machine, and in many more on a busy one."""
 POLICY = """\
 engine: none

@@ -19,9 +19,9 @@ from sidecar.admin.auth import Access, AdminGuard
 from sidecar.admission.via import OWN_VIA
 from sidecar.composition.serving import ServeSettings
 from sidecar.telemetry.logs.setup import LogSettings
-from sidecar.workers.channel import WorkerState
 from sidecar.workers.crew import Crew
 from sidecar.workers.pages import WorkerPages
+from sidecar.workers.process import WorkerState
 from tests.workers.running import (
     ASKED,
     Command,
@@ -56,6 +56,7 @@ async def test_metrics_are_the_sum_of_all_workers_and_never_fall(tmp_path: Path)
         before = await metrics(command)
         assert before[ADMITTED] == len(streams) + 10
         assert before["admission_workers"] == 2
+        assert (await command.page("/models/none/metrics", 404))["error"]["code"] == "unknown_page"
         assert before[TTFT] == len(streams)  # of each worker one at least
         await until(lambda: shows(command, HELD, len(streams)), "what the pool holds is shown once")
         held = await metrics(command)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from sidecar.cluster.sampler import FIGURES
 from sidecar.figures import Over
@@ -13,7 +16,7 @@ from sidecar.server import CannotServe
 from sidecar.workers import supervisor
 from sidecar.workers.crew import environment_for
 from sidecar.workers.documents import merged_engines, merged_pool, merged_state
-from sidecar.workers.metrics import OWN, WorkersMetrics
+from sidecar.workers.metrics import WorkersMetrics
 from sidecar.workers.restarts import PAUSES_S, STEADY_S, Restarts, how_it_ended
 
 SHARED = """\
@@ -36,103 +39,87 @@ admission_queue_wait_seconds_sum{{admission_pool="p"}} {waits}
 # EOF
 """
 GIVEN = {
-    "available": 1,
-    "capacity": 100,
-    "aborting": 0,
-    "admitted": 0,
-    "rejected": 0,
-    "waits": 0,
-    "trace": "a",
-    "at": 1,
-}
+    "available": 1, "capacity": 100, "aborting": 0, "admitted": 0, "rejected": 0, "waits": 0, "trace": "a", "at": 1,
+}  # fmt: skip
+ADMITTED, REJECTED = "admission_admitted_total", "admission_policy_rejected_total"
+ABORTING, CAPACITY, WORKERS = "admission_aborting_tokens", "admission_capacity_tokens", "admission_worker"
+
+
+def merged(*scrapes: dict[int, dict[str, Any]], running: Sequence[Sequence[int]] = ()) -> WorkersMetrics:
+    """Of what processes answered to scrapes one after the other; all run on, but where `running` says which."""
+    metrics = WorkersMetrics()
+    for number, answers in enumerate(scrapes):
+        texts = {pid: SHARED.format(**GIVEN | given) for pid, given in answers.items()}
+        metrics.note(texts, running[number] if running else [1, 2], serving=2, restarts=0)
+    return metrics
 
 
 def shown(metrics: WorkersMetrics) -> dict[str, float]:
-    text, content_type = metrics.text(None, serving=2, restarts=0)
-    assert content_type.startswith("text/plain")
-    lines = (line for line in text.decode().splitlines() if not line.startswith(("#", "admission_worker")))
+    lines = (line for line in generate_latest(metrics).decode().splitlines() if not line.startswith(("#", WORKERS)))
     return {name.partition("{")[0]: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
-def answers(**of_each: dict[str, Any]) -> dict[int, str]:
-    return {int(pid[1:]): SHARED.format(**GIVEN | given) for pid, given in of_each.items()}
-
-
 def test_counters_and_what_each_holds_are_added_up_and_the_pool_is_shown_once() -> None:
-    metrics = WorkersMetrics()
-    given = answers(p1={"admitted": 3, "aborting": 5, "waits": 1}, p2={"admitted": 4, "aborting": 6, "waits": 2})
-    metrics.note(given, [1, 2])
-    found = shown(metrics)
-    assert found["admission_admitted_total"] == 7
-    assert found["admission_aborting_tokens"] == 11
-    assert found["admission_capacity_tokens"] == 100
+    found = shown(
+        merged({1: {"admitted": 3, "aborting": 5, "waits": 1}, 2: {"admitted": 4, "aborting": 6, "waits": 2}})
+    )
+    assert found[ADMITTED] == 7
+    assert found[ABORTING] == 11
+    assert found[CAPACITY] == 100
     assert found["admission_queue_wait_seconds_count"] == 3
 
 
 def test_while_the_store_is_lost_for_all_their_parts_are_added_up() -> None:
-    metrics = WorkersMetrics()
-    metrics.note(answers(p1={"available": 0, "capacity": 50}, p2={"available": 1, "capacity": 100}), [1, 2])
-    assert (shown(metrics)["admission_capacity_tokens"], shown(metrics)["admission_store_available"]) == (100, 0)
-    metrics.note(answers(p1={"available": 0, "capacity": 50}, p2={"available": 0, "capacity": 49}), [1, 2])
-    assert shown(metrics)["admission_capacity_tokens"] == 99
+    of_one = {1: {"available": 0, "capacity": 50}, 2: {"available": 1, "capacity": 100}}
+    of_all = {1: {"available": 0, "capacity": 50}, 2: {"available": 0, "capacity": 49}}
+    found = shown(merged(of_one))
+    assert (found[CAPACITY], found["admission_store_available"]) == (100, 0)
+    assert shown(merged(of_one, of_all))[CAPACITY] == 99
 
 
 def test_what_an_ended_process_counted_still_counts_and_what_it_held_does_not() -> None:
-    metrics = WorkersMetrics()
-    metrics.note(answers(p1={"admitted": 3, "aborting": 5}, p2={"admitted": 4, "aborting": 6}), [2])
-    metrics.note(answers(p2={"admitted": 5, "aborting": 6}, p3={"admitted": 1}), [2, 3])
-    assert shown(metrics)["admission_admitted_total"] == 3 + 5 + 1
-    assert shown(metrics)["admission_aborting_tokens"] == 6
-    metrics.note({}, [])
-    assert shown(metrics) == {
-        "admission_admitted_total": 9,
-        "admission_policy_rejected_total": 0,
-        "admission_queue_wait_seconds_bucket": 0,
-        "admission_queue_wait_seconds_count": 0,
-        "admission_queue_wait_seconds_sum": 0,
-    }
+    first = {1: {"admitted": 3, "aborting": 5}, 2: {"admitted": 4, "aborting": 6}}
+    then = {2: {"admitted": 5, "aborting": 6}, 3: {"admitted": 1}}
+    found = shown(merged(first, then, running=([2], [2, 3])))
+    assert (found[ADMITTED], found[ABORTING]) == (3 + 5 + 1, 6)
+    found = shown(merged(first, then, {}, running=([2], [2, 3], [])))
+    assert (found[ADMITTED], ABORTING in found, CAPACITY in found) == (9, False, False)
 
 
 def test_a_process_that_is_silent_counts_as_it_did_last() -> None:
-    metrics = WorkersMetrics()
-    metrics.note(answers(p1={"admitted": 3, "aborting": 5}, p2={"admitted": 4}), [1, 2])
-    metrics.note(answers(p2={"admitted": 6}), [1, 2])
-    assert (shown(metrics)["admission_admitted_total"], shown(metrics)["admission_aborting_tokens"]) == (9, 5)
+    found = shown(merged({1: {"admitted": 3, "aborting": 5}, 2: {"admitted": 4}}, {2: {"admitted": 6}}))
+    assert (found[ADMITTED], found[ABORTING]) == (9, 5)
 
 
-def test_what_all_processes_see_is_counted_once_and_does_not_fall() -> None:
-    metrics = WorkersMetrics()
-    metrics.note(answers(p1={"rejected": 1}, p2={"rejected": 1}), [1, 2])
-    assert shown(metrics)["admission_policy_rejected_total"] == 1
-    metrics.note(answers(p1={"rejected": 2}, p2={"rejected": 1}), [2])
-    metrics.note(answers(p2={"rejected": 2}, p3={"rejected": 0}), [2, 3])
-    assert shown(metrics)["admission_policy_rejected_total"] == 2
+def test_what_all_processes_see_is_counted_once_whichever_sees_it_first_and_does_not_fall() -> None:
+    seen = [{1: {"rejected": one}, 2: {"rejected": two}} for one, two in ((1, 1), (2, 1), (2, 2), (4, 3), (4, 4))]
+    assert [shown(merged(*seen[: number + 1]))[REJECTED] for number in range(5)] == [1, 2, 2, 4, 4]
+    with_another = [{2: {"rejected": two}, 3: {"rejected": three}} for two, three in ((4, 0), (5, 0), (5, 1))]
+    scrapes, running = [*seen, *with_another], [*([1, 2],) * 4, [2], *([2, 3],) * 3]
+    assert [shown(merged(*scrapes[:end], running=running))[REJECTED] for end in (6, 7, 8)] == [4, 5, 5]
 
 
-def test_what_one_process_sees_before_a_scrape_and_another_after_it_is_counted_once() -> None:
-    metrics = WorkersMetrics()
-    for one, two in ((0, 0), (1, 0), (1, 1), (3, 2), (3, 3)):
-        metrics.note(answers(p1={"rejected": one}, p2={"rejected": two}), [1, 2])
-    assert shown(metrics)["admission_policy_rejected_total"] == 3
-    metrics.note(answers(p2={"rejected": 3}, p3={"rejected": 0}), [2, 3])  # another in its place
-    metrics.note(answers(p2={"rejected": 4}, p3={"rejected": 0}), [2, 3])
-    metrics.note(answers(p2={"rejected": 4}, p3={"rejected": 1}), [2, 3])
-    assert shown(metrics)["admission_policy_rejected_total"] == 4
+def test_what_a_process_counts_for_the_first_time_after_others_is_counted_once() -> None:
+    """A series comes with its first count."""
+    first, later = "admission_no_engine_fits_seconds", WorkersMetrics()
+    without, text = "# EOF\n", f"# TYPE {first} counter\n# UNIT {first} seconds\n{first}_total 1.0\n# EOF\n"
+    for one, two in ((without, without), (text, without), (text, text)):
+        later.note({1: one, 2: two}, [1, 2], serving=2, restarts=0)
+    assert shown(later)[f"{first}_total"] == 1
 
 
 def test_of_the_exemplars_the_newest_is_shown() -> None:
-    metrics = WorkersMetrics()
-    given = answers(p1={"waits": 1, "trace": "older", "at": 5}, p2={"waits": 1, "trace": "newer", "at": 6})
-    metrics.note(given, [1, 2])
-    text, _ = metrics.text("application/openmetrics-text; version=1.0.0", serving=2, restarts=0)
-    assert 'le="1.0"} 2.0 # {trace_id="newer"} 0.5 6.0' in text.decode()
-    assert b"older" not in text
+    given = {1: {"waits": 1, "trace": "older", "at": 5}, 2: {"waits": 1, "trace": "newer", "at": 6}}
+    text = openmetrics.generate_latest(merged(given)).decode()
+    assert 'le="1.0"} 2.0 # {trace_id="newer"} 0.5 6.0' in text
+    assert "older" not in text
 
 
 def test_a_gauge_of_this_process_is_added_up_or_a_maximum_makes_sense_of_it() -> None:
-    own = {it.name for it in FIGURES if not it.is_counter and ("this process" in it.help or "these" in it.help)}
+    gauges = [it for it in FIGURES if not it.is_counter]
+    own = {it.name for it in gauges if "this process" in it.help or "these" in it.help}
     most = {"admission.queue.oldest_wait", "admission.queue.longest_starvation", "admission.engine.state"}
-    assert {name.replace(".", "_") for name in own - most} == OWN
+    assert own - most == {it.name for it in gauges if it.over is Over.SUM}
     assert {it.over for it in FIGURES if it.is_counter} == {Over.SUM, Over.ONCE}
 
 

@@ -7,14 +7,13 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from sidecar.cli import main
-from sidecar.composition.serving import ServeSettings
 from sidecar.server import CannotServe
-from sidecar.telemetry.logs.setup import LogSettings
-from sidecar.workers.crew import Crew
+from sidecar.workers import supervisor
 from sidecar.workers.own_store import server_program
 from tests.support.each import each
 from tests.workers.running import started, write_policy
@@ -126,15 +125,12 @@ def test_without_a_store_and_without_a_server_program_the_remedies_are_said(monk
         server_program()
 
 
-async def test_a_worker_that_nothing_would_start_again_ends_the_command(tmp_path: Path) -> None:
-    def gone() -> socket.socket:
-        raise CannotServe("cannot listen on 127.0.0.1:1: Too many open files")
-
-    settings = ServeSettings(None, "", "127.0.0.1", 0, "127.0.0.1", 0, grace_s=1.0)
-    crew = Crew(settings, 1, LogSettings("info", "json"), {}, tmp_path, listener=gone)
-    crew.start()
-    await asyncio.wait_for(crew.failed.wait(), 60)
-    assert crew.failure == (
-        "worker 1 cannot be kept running: CannotServe: cannot listen on 127.0.0.1:1: Too many open files"
-    )
-    await crew.close()
+def test_a_worker_that_gets_no_socket_ends_the_command(monkeypatch: pytest.MonkeyPatch, refusal: Refusal) -> None:
+    mistake = CannotServe("cannot listen on 127.0.0.1:1: Too many open files")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        free_port = str(free.getsockname()[1])
+    sharing = Mock(side_effect=[supervisor.sharing("127.0.0.1", int(free_port)), mistake, mistake])
+    monkeypatch.setattr(supervisor, "sharing", sharing)
+    monkeypatch.setenv("SIDECAR_MODE", "pass")  # without a store
+    said = refusal("--upstream", NOBODY, "--port", free_port, "--admin-port", "0")
+    assert said == "sidecar: cannot listen on 127.0.0.1:1: Too many open files"

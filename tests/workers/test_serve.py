@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import ssl
 import sys
 import tempfile
@@ -134,6 +135,25 @@ async def test_a_supervisor_that_is_killed_leaves_nothing_running(tmp_path: Path
                 await stream
             await until(lambda: engine.running == 0, "the engine is left alone")
             assert not own.exists()
+
+
+async def test_a_worker_that_hangs_ends_without_its_supervisor(tmp_path: Path) -> None:
+    hangs = (
+        "import socket, threading, time; from sidecar.workers import worker; worker.ALONE_S = 1; "
+        "worker.signal.signal(worker.CUT, lambda *_: None); "
+        f"threading.Thread(target=worker._end_alone, args=(socket.socket(fileno=0), 'unix:{tmp_path}/own/a'), "
+        "daemon=True).start(); print(flush=True); time.sleep(600)"
+    )
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", hangs), stdin=theirs.fileno(), stdout=asyncio.subprocess.PIPE
+        )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    ours.close()
+    assert await asyncio.wait_for(process.wait(), WITHIN_S) == -signal.SIGALRM
+    await process.communicate()
 
 
 @pytest.mark.long

@@ -308,8 +308,8 @@ class RequestWatcher:
 
     def _measure_gain(self, request: SizedRequest) -> None:
         """The gain as it really is, without the admission of the policy."""
-        objectives, names = self._snapshot.objectives, self._snapshot.tier_names
-        gain = self._controller.gain.follow(request, objectives, names, self._now_us()) if objectives else None
+        snapshot, meter = self._snapshot, self._controller.gain
+        gain = meter.follow(request, snapshot, self._now_us()) if snapshot.objectives else None
         if gain is not None:
             self._reporter.gain, self.answer.reader = gain, gain.sent(None, self._usage)
 

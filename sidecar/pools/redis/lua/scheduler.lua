@@ -41,14 +41,13 @@ end
 
 local function owes(tier) return now < tiers[tier][OWES_UNTIL] end
 
--- Rule 10 (`guarded.py`): the tiers below a guarded one may hold a share of the pool together, or their floors.
+-- Rule 10 (`guarded.py`): work below a guarded tier may fill the pool up to a share, or its floors.
 local function new_guard(tier, share)
-  local guard = { tier = tier, below = {}, most = {} }
+  local guard = { tier = tier, below = {}, floors = { 0, 0, 0 }, most = {} }
   for q = tier + 1, #tiers do guard.below[q] = not rules[R_TIERS][q][T_FIRST] or nil end
   for d = 1, 3 do
-    local floors = 0
-    for q in pairs(guard.below) do floors = floors + figures.R[q][d] end
-    guard.most[d] = max(floors, part_of(share * PPM, figures.C[d], UNBOUNDED))
+    for q in pairs(guard.below) do guard.floors[d] = guard.floors[d] + figures.R[q][d] end
+    guard.most[d] = part_of(share * PPM, figures.C[d], UNBOUNDED)
   end
   return guard
 end
@@ -242,13 +241,13 @@ local function is_place_before(a, b)
   return is_before(a.ticket, b.ticket)
 end
 
--- Whether a guarded tier leaves room to a ticket: in each dimension one may be held beside nothing.
+-- Whether a guarded tier leaves room to a ticket, each dimension for itself: one is let in where those below hold nothing.
 local function leaves_room(guard, ticket)
   local t = need(ticket)
   for d = 1, 3 do
-    local held_below = 0
-    for q in pairs(guard.below) do held_below = held_below + used(q, d) end
-    if held_below > 0 and held_below + t[d] > guard.most[d] then return false end
+    local below = 0
+    for q in pairs(guard.below) do below = below + used(q, d) end
+    if below > 0 and below + t[d] > guard.floors[d] and total[d] + t[d] > guard.most[d] then return false end
   end
   return true
 end

@@ -1,4 +1,4 @@
-"""Tokens in `sidecar serve`, a process of its own, before one engine; and before a pool for each model."""
+"""Tokens before a pool for each model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from sidecar.fleet.models import ModelsController
 from sidecar.policy.compiler import load
 from tests.fleet.engines import engines
 from tests.identity.issuer import Issuer, ec, jwt_section
-from tests.support.middleware import CHAT, App, chat, write_policy
-from tests.support.process import python
+from tests.support.middleware import CHAT, chat
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -38,20 +37,6 @@ async def _asked(url: str, token: str, model: str = "m") -> tuple[int, str | Non
     ):
         await response.read()
         return response.status, response.headers.get("x-admission-tier")
-
-
-@pytest.mark.long
-async def test_serve_believes_tokens_and_keeps_them_from_the_engine(tmp_path: Path) -> None:
-    issuer, engine = Issuer(ec()), App()
-    async with issuer.serving(), serving(engine) as upstream:
-        write_policy(tmp_path, jwt_section(issuer.url, tier_claim="tier"))
-        arguments = ("--upstream", upstream.url, "--port", "0", "--admin-port", "0")
-        async with python("-m", "sidecar.cli", "serve", "--policy", str(tmp_path), *arguments) as sidecar:
-            url = (await sidecar.line(r"(http://127\.0\.0\.1:\d+)"))[1]
-            assert await _asked(url, issuer.token(tier="high")) == (200, "high")
-            assert await _asked(url, issuer.token(exp=5)) == (401, None)
-    guarded = [seen for seen in engine.seen if seen.scope["path"] == CHAT]
-    assert [seen.all(b"authorization") for seen in guarded] == [[]]
 
 
 async def test_the_pools_of_all_models_use_the_same_keys_of_the_issuer(tmp_path: Path) -> None:
