@@ -9,13 +9,21 @@ import asyncio
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
+from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.answer import Answer, CostReader, EngineCall, without_files
 from sidecar.admission.attempt import EngineTime, PreemptibleAttempt, break_off, disconnects_before
 from sidecar.admission.background import BackgroundEnd, BackgroundRequest
-from sidecar.admission.client import ClientChannel, ClientDisconnected, UploadChannel, comments_for, read_body
+from sidecar.admission.client import (
+    ClientChannel,
+    ClientComments,
+    ClientDisconnected,
+    UploadChannel,
+    comments_for,
+    read_body,
+)
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.engine_route import EngineRoute
 from sidecar.admission.event_reporter import new_reporter
@@ -31,7 +39,7 @@ from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
 from sidecar.admission.pending_aborts import Held
 from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
-from sidecar.admission.turn import EndCause, Turn, TurnEnded, refusal_for
+from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser, refusal_for
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
@@ -66,7 +74,7 @@ class Stage(IntEnum):
     OVER = 4
 
 
-class RequestHandler:
+class RequestHandler(TurnUser):
     """Handles one request to a guarded endpoint, which has just come. `run` is called once.
 
     `stage` is where it is. `_answer` is that of its present attempt. `_overdue` is why the present attempt was broken
@@ -124,30 +132,37 @@ class RequestHandler:
     async def run(self) -> None:
         """Handles the request to its end. Raises only what the app raises."""
         self._controller.watchdog.add(self)
-        next_grant = self._admission
         try:
-            while True:
+            self._turn = await self._next_turn()
+            async with self._turn as first:
+                grant = first
                 try:
-                    grant = await next_grant()
-                except (ClientDisconnected, TurnEnded, AdmissionError) as end:
-                    await self._end_without_grant(end)
-                    return
-                scope, receive, send = self._forward(grant)
-                call = self._call
-                token = current.set(call)
-                try:
-                    await self._controller.app(scope, receive, send)
-                except Exception as error:
-                    if await self._has_failed(error):
+                    while True:
+                        scope, receive, send = self._forward(grant)
+                        call = self._call
+                        token = current.set(call)
+                        try:
+                            await self._controller.app(scope, receive, send)
+                        except Exception as error:
+                            if await self._has_failed(error):
+                                raise
+                        finally:
+                            call.returned(token)
+                        if (self.stage is Stage.OVER and self._overdue is None) or not await self._waits_again():
+                            return
+                        grant = await self._wait_again()
+                except asyncio.CancelledError as canceled:
+                    if not await self._has_answered(canceled):
+                        self._settle(Outcome.FAILED, CUT)
                         raise
                 finally:
-                    call.returned(token)
-                if (self.stage is Stage.OVER and self._overdue is None) or not await self._waits_again():
-                    return
-                next_grant = self._wait_again
+                    self._settle(Outcome.FAILED, "incomplete_response")
+        except (ClientDisconnected, TurnEnded, AdmissionError) as end:
+            if self.stage > Stage.WAITING:  # the app's own
+                raise
+            await self._end_without_grant(end)
         except asyncio.CancelledError as canceled:
-            if not await self._has_answered(canceled):
-                self._settle(Outcome.FAILED, CUT)
+            if self.stage > Stage.WAITING or not await self._has_answered(canceled):
                 raise
         finally:
             self._end()
@@ -217,33 +232,50 @@ class RequestHandler:
 
     # -- up to admission
 
-    async def _admission(self) -> Grant:
-        """Reads the request, enters the pool and waits."""
+    async def _next_turn(self) -> Turn:
+        """Reads the request. Returns its turn in the pool."""
         request, controller, snapshot = await self._read(), self._controller, self._snapshot
         if controller.routing is not None:
             route = self._route = controller.routing.route(request)
             request.hits, self._call = route.hits, route.call()
-        pool, entered_us = controller.pool, None
-        turn = self._turn = Turn(
+        pool, sizes = controller.pool, controller.lease_sizes
+        ask = sized_ask(pool, request, sizes, controller.appraiser(snapshot))
+        return Turn(
             pool,
             snapshot.policy,
             request,
-            self._reporter,
+            ask,
+            self,
+            reports=self._reporter,
             budgets=controller.usage,
-            sizes=controller.lease_sizes,
-            disconnect=self._client.disconnect,
-            comments=partial(comments_for, self._client, request, snapshot, self._request_id),
-            is_over=lambda: controller.is_passing,
+            sizes=sizes,
         )
-        try:
-            ask = sized_ask(pool, request, controller.lease_sizes, controller.appraiser(snapshot))
-            lease = self._lease = await turn.enter(ask)
-            entered_us, self.stage = lease.entered_us, Stage.WAITING
-        finally:  # only now the charged tier is known
-            self._classified(entered_us)
+
+    def entered(self, lease: Lease | None) -> None:
+        """See `TurnUser`."""
+        request, snapshot = self._request, self._snapshot
+        at_us = self._now_us() if lease is None else lease.entered_us
+        if snapshot.objectives:
+            self._reporter.gain = self._controller.gain.follow(request, snapshot, at_us)
+        self._reporter.classified(request, snapshot, at_us)
+        if lease is None:
+            return
+        self._lease, self.stage = lease, Stage.WAITING
         if snapshot.are_preemptible[request.classification.level] and request.may_be_repeated:
             lease.on_preempt = self._preempt
-        return await turn.granted()
+
+    def disconnect(self) -> asyncio.Future[Any]:
+        """See `TurnUser`."""
+        return self._client.disconnect()
+
+    def comments(self, lease: Lease) -> ClientComments | None:
+        """See `TurnUser`."""
+        return comments_for(self._client, self._request, self._snapshot, self._request_id, lease)
+
+    @property
+    def passes(self) -> bool:
+        """See `TurnUser`."""
+        return self._controller.is_passing
 
     async def _end_without_grant(self, end: Exception) -> None:
         """The request ended before it was admitted, or while it waited again."""
@@ -286,14 +318,6 @@ class RequestHandler:
         if self._snapshot.estimator.counter is not None:
             await count_tokens(request, self._snapshot)
         return request
-
-    def _classified(self, entered_us: int | None) -> None:
-        """Notes the tier that is charged from `entered_us` on; None where the request did not enter the pool."""
-        at_us = self._now_us() if entered_us is None else entered_us
-        request, snapshot = self._request, self._snapshot
-        if snapshot.objectives:
-            self._reporter.gain = self._controller.gain.follow(request, snapshot, at_us)
-        self._reporter.classified(request, snapshot, at_us)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         """Answers with an error. What is left of a body is read: a client that still sends would lose the answer."""
@@ -478,7 +502,8 @@ class RequestHandler:
         if self._reporter.gain is not None:
             self._reporter.gain.taken_back()
         if self._upload is not None and not self._upload.rewind():
-            self._lease.settle(0, is_counted=False)
+            self.stage = Stage.WAITING
+            self._turn.settle(0, is_counted=False)
             raise EngineUnreachable(
                 "the engine could not be reached, and too much of the upload has passed to send it to another; send "
                 "it once more",
@@ -529,6 +554,7 @@ class RequestHandler:
             self._release(outcome, error)
         else:
             self.stage = Stage.FOLLOWED
+            self._turn.outlast()
             self._request.drop_body()
             self._controller.background.follow(background, response_id, self._settle_background)
 
@@ -555,6 +581,7 @@ class RequestHandler:
         if call.may_run:
             if lease.on_preempt is not None:
                 lease.on_preempt = lambda: None  # nothing can free its room sooner
+            self._turn.outlast()
             self._when_aborted(partial(lease.settle, charged, failure is None))
         else:
             lease.settle(charged, failure is None)
@@ -577,16 +604,13 @@ class RequestHandler:
         self._call.when_aborted(release, self._controller.pending_aborts, due_us, held)
 
     def _end(self) -> None:
-        """Leaves no lease, no ticket and no task, in whichever stage the request broke off."""
-        stage = self.stage
-        if stage is Stage.READING:
+        """Reports the end of a request that was canceled before it ran, and leaves no task."""
+        if self.stage is Stage.READING:
             self._report_canceled(None)
             self.stage = Stage.OVER
-        elif stage is Stage.WAITING:  # the task was canceled
-            self._turn.withdraw(self._report_canceled)
+        elif self.stage is Stage.WAITING:
+            self._turn.when_left(self._report_canceled)
             self.stage = Stage.OVER
-        elif stage is Stage.RUNNING:
-            self._settle(Outcome.FAILED, "incomplete_response")
         show_outside(self._for_app, self._scope, is_shown=self._status is not None)
         self._client.close()
         self._controller.watchdog.discard(self)

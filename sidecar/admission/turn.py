@@ -33,7 +33,7 @@ from sidecar.lengths.lease_size import LeaseSizes
 from sidecar.policy.model import Policy
 from sidecar.policy.tier import Tier
 from sidecar.pools import Ask, Grant, Lease, Pool
-from sidecar.pools.base import QueueStanding, WaitGivenUp
+from sidecar.pools.base import QueueStanding, WaitGivenUp, WaitOutcome
 from sidecar.tenants.tenant_usage import TenantUsage
 
 _PREEMPTED = (Obstacle.PREEMPTED, "its room went to a more important request")
@@ -65,65 +65,124 @@ class TurnEnded(Exception):
         self.most_s = most_s
 
 
+class TurnUser:
+    """One who takes a turn, with what the turn asks of it: a request, its shadow, or a lease from Python.
+
+    Each may leave out what it has no use for.
+    """
+
+    __slots__ = ()
+
+    def entered(self, lease: Lease | None) -> None:
+        """The pool has taken the request, or has refused it: None. Only now it is known which tier is charged."""
+
+    def disconnect(self) -> asyncio.Future[Any] | None:
+        """The future that is done when the client has left; None where there is no client."""
+        return None
+
+    def comments(self, lease: Lease) -> ClientComments | None:  # noqa: ARG002
+        """The comments that a waiting client gets about its lease; None for none. Called when a wait begins."""
+        return None
+
+    @property
+    def passes(self) -> bool:
+        """True if nothing waits any more, because every request passes."""
+        return False
+
+
+ALONE = TurnUser()
+
+
 class Turn:
-    """The turn of one request, by the policy under which it came. Call `enter` first, then `granted`.
+    """The turn of one request, by the policy under which it came. It owns the request's lease.
+
+        async with Turn(...) as grant:
+            ...
+
+    holds the lease in the block, and waits for it before. Where the wait ends without a grant it raises TurnEnded, or
+    the pool's refusal. However the block ends, the lease is settled or the queue is left, once: by `settle` in the
+    block, else at its end. A lease that `outlasts` the block is its user's: the engine may compute on for it.
 
     `sizes` know while it waits what it is expected to use; None where it holds what it asked for.
     Where neither the client nor the tier limits a wait, it ends after `unlimited_s`, None for never.
-    `disconnect` gives the future that is done when the client has left, None where there is no client. `comments` gives
-    what a waiting client is told about its lease, None for nothing; it is called when a wait begins. `is_over` says
-    that nothing waits any more, because every request passes. `lease` is there once the pool has taken the request.
     `preemptions` and `hand_backs` count how often it waited again, because a more important request needed the room,
     and because no engine took it.
     """
 
     __slots__ = (
-        "_budgets", "_comments", "_disconnect", "_ends_us", "_is_over", "_most_s", "_policy", "_pool", "_reports",
-        "_request", "_sizes", "_unlimited_s", "hand_backs", "lease", "preemptions",
+        "_ask", "_budgets", "_ends_us", "_lease", "_left", "_most_s", "_outlasts", "_policy", "_pool", "_reports",
+        "_request", "_sizes", "_unlimited_s", "_user", "hand_backs", "preemptions",
     )  # fmt: skip
-
-    lease: Lease
 
     def __init__(
         self,
         pool: Pool,
         policy: Policy,
         request: SizedRequest,
-        reports: EventReporter,
+        ask: Ask,
+        user: TurnUser = ALONE,
         *,
+        reports: EventReporter | None = None,
         budgets: TenantUsage | None = None,
         sizes: LeaseSizes | None = None,
-        disconnect: Callable[[], asyncio.Future[Any]] | None = None,
         unlimited_s: float | None = None,
-        comments: Callable[[Lease], ClientComments | None] = lambda _: None,
-        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._pool = pool
         self._policy = policy
         self._request = request
-        self._reports = reports
+        self._ask = ask
+        self._user = user
+        self._reports = EventReporter() if reports is None else reports
         self._budgets = budgets
         self._sizes = sizes
-        self._disconnect = disconnect
         self._unlimited_s = unlimited_s
-        self._comments = comments
-        self._is_over = is_over
         self._ends_us: int | None = None
         self._most_s: float | None = None
+        self._left: WaitOutcome | None = None
+        self._outlasts = False
+        self._lease: Lease | None = None
         self.preemptions = self.hand_backs = 0
 
-    async def enter(self, ask: Ask) -> Lease:
+    @property
+    def lease(self) -> Lease:
+        """The request's lease, once the pool has taken it."""
+        assert self._lease is not None
+        return self._lease
+
+    async def take(self) -> Grant:
+        """The first grant. Raises TurnEnded where the wait ends without one, or what `enter` raises."""
+        try:
+            lease = await self.enter()
+            grant = lease.grant
+            if grant is None:
+                self._limit_wait(lease.entered_us, self._request.longest_wait_s(self._policy))
+                self._reports.queued(self._obstacle, self._pool.mark(lease.tier))
+                return await self._wait(lease.wait())
+        except BaseException:
+            self.leave()
+            raise
+        if grant.queue_wait_us:
+            self._reports.waited_for_store(grant.at_us - grant.queue_wait_us)
+        return grant
+
+    __aenter__ = take
+
+    async def __aexit__(self, *_: object) -> None:
+        self.leave()
+
+    async def enter(self) -> Lease:
         """Enters the pool, at the level that the tenant's budgets and limits leave it.
 
         The request's classification is told the level that is charged, or whose queue is full. Raises what `Pool.enter`
         raises, and TenantLimit where a budget is used up. Nothing is left in the pool then.
         """
-        classification, level = self._request.classification, ask.tier
+        classification, ask = self._request.classification, self._ask
+        level, lease = ask.tier, None
         try:
             if self._budgets is not None and classification.tenant.limits.have_budgets:
                 ask = self._budgets.within(ask, classification.tenant, self._pool)
                 level = ask.tier
-            self.lease = lease = await self._pool.enter(ask)
+            self._lease = lease = await self._pool.enter(ask)
             level = lease.tier
             if lease.grant is None and self._sizes is not None and self._request.expected is not None:
                 lease.size_now = partial(self._request.expect, self._sizes, self._pool)
@@ -132,26 +191,39 @@ class Turn:
             raise
         finally:
             classification.note_charged(level)
+            self._user.entered(lease)
         return lease
 
-    async def granted(self) -> Grant:
-        """The first grant. Raises TurnEnded where the wait ends without one, and RequestTooLarge and StoreUnavailable.
+    def settle(self, used_tokens: int | None = None, is_counted: bool = True) -> None:
+        """Gives the lease back, if it is held: see `Lease.settle`."""
+        self.lease.settle(used_tokens, is_counted)
 
-        No ticket and no lease is left then.
-        """
-        lease = self.lease
-        if lease.grant is not None:
-            if lease.grant.queue_wait_us:
-                self._reports.waited_for_store(lease.grant.at_us - lease.grant.queue_wait_us)
-            return lease.grant
-        self._limit_wait(lease.entered_us, self._request.longest_wait_s(self._policy))
-        self._reports.queued(self._obstacle, self._pool.mark(lease.tier))
-        return await self._wait(lease.wait())
+    def outlast(self) -> None:
+        """The lease stays after the block: its user settles it, as the engine may compute on for it."""
+        self._outlasts = True
+
+    def leave(self) -> None:
+        """Leaves nothing in the pool. Called at the end of the block, and harmless where the lease was settled."""
+        lease, self._user = self._lease, ALONE  # it has this turn: a cycle would wait for the garbage collector
+        if lease is None or lease.is_over or self._outlasts:
+            return
+        if not lease.settle(0):
+            self._left = lease.leave()
+
+    def when_left(self, report: Callable[[Grant | None], None]) -> None:
+        """Calls `report` with how a wait went that was canceled, as soon as the pool has said it."""
+        if self._left is None:
+            report(None if self._lease is None else self._lease.grant)
+        elif self._left.done():
+            report(self._left.result())
+        else:
+            self._left.add_done_callback(lambda left: report(left.result()))
 
     async def requeue(self) -> Grant:
         """The next grant of a preempted request. It gives its room back, and waits by its original arrival.
 
-        The tier's longest wait is kept already: from now on only the client limits the wait. Raises as `granted` does.
+        The tier's longest wait is kept already: from now on only the client limits the wait. Raises TurnEnded, or the
+        pool's refusal.
         """
         self.report_preempted()
         self._limit_wait(self._pool.now_us(), self._request.max_wait_s)
@@ -161,7 +233,7 @@ class Turn:
         """The next grant of a request that no engine has taken. It gives its room back, and waits by its arrival.
 
         The engines named `barred` do not get it; `others_answer` says whether there are others, as far as is known.
-        The time that passed at the engine is no wait. Raises as `granted`.
+        The time that passed at the engine is no wait. Raises as `requeue`.
         """
         grant = self._held()
         self.hand_backs += 1
@@ -184,17 +256,6 @@ class Turn:
         if self.lease.grant is None:
             self.lease.give_up()
 
-    def withdraw(self, report: Callable[[Grant | None], None]) -> None:
-        """Leaves the queue, for a caller that was canceled. Calls `report` once the pool has said how the wait went."""
-        if self.lease.settle(0):
-            report(self.lease.grant)
-            return
-        left = self.lease.leave()
-        if left.done():
-            report(left.result())
-        else:
-            left.add_done_callback(lambda wait: report(wait.result()))
-
     def _held(self) -> Grant:
         assert self.lease.grant is not None
         return self.lease.grant
@@ -208,28 +269,28 @@ class Turn:
 
     async def _wait(self, granted: asyncio.Future[Grant]) -> Grant:
         """Waits for the grant, a disconnect or the end of the wait's time, whichever comes first."""
-        lease, disconnect = self.lease, None if self._disconnect is None else self._disconnect()
-        comments = self._comments(lease)
-        if self._is_over():
+        lease, user = self.lease, self._user
+        disconnect, comments = user.disconnect(), user.comments(lease)
+        if user.passes:
             lease.give_up()
         events: set[asyncio.Future[Any]] = {granted} if disconnect is None else {granted, disconnect}
         await self._wait_for(events, comments)
         if disconnect is not None and disconnect.done():  # even at the moment of the grant: no one reads the response
-            raise TurnEnded(EndCause.DISCONNECTED, await self._left())
+            raise TurnEnded(EndCause.DISCONNECTED, await self._how_it_went())
         if not granted.done():
             raise TurnEnded(EndCause.TOO_LONG, await lease.leave(), most_s=self._most_s)
         if isinstance(granted.exception(), WaitGivenUp):
-            raise TurnEnded(EndCause.GIVEN_UP, await self._left())
+            raise TurnEnded(EndCause.GIVEN_UP, await self._how_it_went())
         grant = granted.result()
         if comments is not None:
             await comments.admitted(grant.queue_wait_us / 1e6)
         if self._budgets is not None and not self.preemptions and not self.hand_backs:
             over = self._budgets.used_up(self._request.classification.tenant)
             if over is not None:
-                raise TurnEnded(EndCause.BUDGET, await self._left(), over)
+                raise TurnEnded(EndCause.BUDGET, await self._how_it_went(), over)
         return grant
 
-    async def _left(self) -> Grant | None:
+    async def _how_it_went(self) -> Grant | None:
         """How the wait went, after the lease was given back, or the queue left."""
         return self.lease.grant if self.lease.settle(0) else await self.lease.leave()
 

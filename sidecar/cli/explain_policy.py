@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
@@ -240,7 +239,7 @@ class RequestExplanation:
     async def _take_turn(self, request: SizedRequest, ask: Ask, pool: Pool) -> None:
         """Takes its turn in an empty pool. Raises the pool's refusal, or that of a wait that no grant would end."""
         try:
-            lease = await Turn(pool, self._policy, request, EventReporter()).enter(ask)
+            lease = await Turn(pool, self._policy, request, ask).enter()
         finally:
             self._found |= self._classification(request.classification)
         tier = self._policy.tiers[request.classification.level]

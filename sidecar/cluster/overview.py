@@ -39,7 +39,7 @@ SHARE_EVERY_S = 2.0
 RETRY_S = 0.5
 """While the store is not there: its return, and the very start, are noticed sooner."""
 FORGET_AFTER_S = 10.0
-"""A replica that was not heard of for so long is dead to the pool, too."""
+"""Age of a replica's last report at which it is shown no longer. The pool takes it for dead, too."""
 FRESH_S = 0.5
 """Age up to which callers get the same document, so that the cost does not grow with the viewers."""
 
@@ -276,11 +276,11 @@ class PoolOverview:
     async def _keep_sharing(self) -> None:
         while True:
             try:
-                is_heard = await self._share()
+                is_shared = await self._share()
             except Exception:
-                is_heard = False
+                is_shared = False
                 self._report_defect()
-            await is_set_within(self._news, SHARE_EVERY_S if is_heard else RETRY_S)
+            await is_set_within(self._news, SHARE_EVERY_S if is_shared else RETRY_S)
 
     async def _share(self) -> bool:
         """Sends this replica's report and reads the others'. False where the store cannot be reached."""

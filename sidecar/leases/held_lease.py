@@ -17,7 +17,7 @@ import msgspec
 from sidecar.admission.answer import learn
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.event_reporter import EventReporter
-from sidecar.admission.turn import EndCause, Turn, TurnEnded, refusal_for
+from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser, refusal_for
 from sidecar.errors import AdmissionError, Draining
 from sidecar.events import Outcome, Received
 from sidecar.leases.lease_request import PATH, LeaseRequest, refuse_other_counts
@@ -42,7 +42,7 @@ class _Asker(msgspec.Struct):
     tier: str
 
 
-class HeldLease:
+class HeldLease(TurnUser):
     """A lease that is held, or waits again. `Admission.lease` makes it.
 
     `is_preempted` says that a more important request waits for its room: whoever holds it should end soon. Any thread
@@ -252,20 +252,28 @@ class HeldLease:
             raise Draining("this process is shutting down and takes no new lease", retry_after_s=1)
         if controller.routing is not None:
             controller.routing.wake()
-        turn = self._turn = Turn(
+        self._turn = Turn(
             controller.pool,
             self._snapshot.policy,
             self._request,
-            self._reporter,
+            self._request.ask(),
+            self,
+            reports=self._reporter,
             budgets=controller.usage,
-            is_over=lambda: controller.is_passing,
         )
-        try:
-            lease = self._lease = await turn.enter(self._request.ask())
-        finally:
-            self._classified(at_us)
-        lease.on_preempt = self._preempt if self._asked.is_preemptible else None
-        return await turn.granted()
+        return await self._turn.take()
+
+    def entered(self, lease: Lease | None) -> None:
+        """See `TurnUser`."""
+        self._classified(self._now_us() if lease is None else lease.entered_us)
+        self._lease = lease
+        if lease is not None and self._asked.is_preemptible:
+            lease.on_preempt = self._preempt
+
+    @property
+    def passes(self) -> bool:
+        """See `TurnUser`."""
+        return self._controller.is_passing
 
     def _passing(self, at_us: int) -> Grant:
         return Grant(at_us, 0, 0, None, {}, self._request.classification.level)
@@ -287,10 +295,11 @@ class HeldLease:
 
     def _withdraw(self) -> None:
         """Its holder was canceled while it waited: it leaves the queue."""
-        if self._turn is None or self._lease is None:
+        if self._turn is None:
             self._report_canceled(None)
         else:
-            self._turn.withdraw(self._report_canceled)
+            self._turn.leave()
+            self._turn.when_left(self._report_canceled)
         self._end()
 
     # -- what is reported of it

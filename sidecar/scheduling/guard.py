@@ -81,7 +81,7 @@ def first_state(floors: float) -> GuardState:
 
 def decide(state: GuardState, seen: GuardedPeriod, hold: float) -> GuardState:
     """State after one more period. `hold` is the share of requests that must meet the SLO."""
-    if not seen.met and not seen.missed:
+    if not (seen.met or seen.missed or state.missed):
         return state._replace(share=_grown(state.share, SLOW, seen))
     share, failed_at = min(state.share, state.busy), state.failed_at
     met, missed, periods = state.met + seen.met, state.missed + seen.missed, state.periods + 1

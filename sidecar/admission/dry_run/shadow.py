@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import PolicySnapshot
-from sidecar.admission.turn import EndCause, Turn, TurnEnded
+from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.events import Outcome, Verdict
@@ -51,7 +50,7 @@ class WaitingShadow(NamedTuple):
     waited_us: int
 
 
-class ShadowRequest:
+class ShadowRequest(TurnUser):
     """The shadow of one request. `report` is called once, with the result.
 
     Its request calls `first_byte`, then `ended` or `unwatched`. `sent` is the request at the engine. `run` is called
@@ -161,42 +160,53 @@ class ShadowRequest:
         self._end(Verdict.UNKNOWN, code, None)
 
     async def _pass_through(self, ask: Ask) -> None:
-        controller, request = self._controller, self._request
+        controller = self._controller
         turn = Turn(
             self._pool,
             self._snapshot.policy,
-            request,
-            EventReporter(),
+            self._request,
+            ask,
+            self,
             budgets=controller.usage,
             sizes=controller.lease_sizes,
-            disconnect=lambda: self._disconnected,
             unlimited_s=LONGEST_WAIT_S,
         )
-        lease = self._lease = await turn.enter(ask)
-        try:
-            is_preemptible = self._snapshot.are_preemptible[request.classification.level] and request.may_be_repeated
-            if is_preemptible:
-                lease.on_preempt = self._preempt
-            grant = await turn.granted()
-            while True:
-                if not is_preemptible:
-                    self._end(Verdict.ADMITTED, None, grant)
-                first_us = await self._first_byte(grant)
-                if first_us is not None:
-                    lease.prefilled()
-                if first_us is not None or not self._preempted.done() or self._disconnected.done():
-                    break
+        async with turn as grant:
+            try:
+                await self._take_time(turn, grant)
+            finally:
                 self._times.leave(self.sent)
-                self._preempted = asyncio.get_running_loop().create_future()
-                grant = await turn.requeue()
-            if is_preemptible:
-                lease.keep()
-            self._end(Verdict.ADMITTED, None, grant)
-            await self._hold(grant, first_us)
-        finally:
+                turn.settle(self._used)
+
+    async def _take_time(self, turn: Turn, grant: Grant) -> None:
+        """Holds room from its grant to its end. It waits again where it is preempted before its first byte."""
+        lease = turn.lease
+        while True:
+            if lease.on_preempt is None:
+                self._end(Verdict.ADMITTED, None, grant)
+            first_us = await self._first_byte(grant)
+            if first_us is not None:
+                lease.prefilled()
+            if first_us is not None or not self._preempted.done() or self._disconnected.done():
+                break
             self._times.leave(self.sent)
-            if not lease.settle(self._used):
-                lease.leave()
+            self._preempted = asyncio.get_running_loop().create_future()
+            grant = await turn.requeue()
+        if lease.on_preempt is not None:
+            lease.keep()
+        self._end(Verdict.ADMITTED, None, grant)
+        await self._hold(grant, first_us)
+
+    def entered(self, lease: Lease | None) -> None:
+        """See `TurnUser`."""
+        self._lease, request = lease, self._request
+        is_preemptible = self._snapshot.are_preemptible[request.classification.level] and request.may_be_repeated
+        if lease is not None and is_preemptible:
+            lease.on_preempt = self._preempt
+
+    def disconnect(self) -> asyncio.Future[Any]:
+        """See `TurnUser`."""
+        return self._disconnected
 
     def _preempt(self) -> None:
         """Called by the pool: a more important request needs the room."""

@@ -12,13 +12,11 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
-from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, sized_ask
 from sidecar.admission.policy_snapshot import objective_for
 from sidecar.admission.request_gain import GainMeter
-from sidecar.admission.turn import EndCause, Turn, TurnEnded
+from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.engines.speed import Coefficients, EngineSpeeds
@@ -30,7 +28,7 @@ from sidecar.lengths.token_estimates import tokens_to_hold
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
-from sidecar.pools import Pool
+from sidecar.pools import Lease, Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, SimulatedEngines
@@ -40,7 +38,7 @@ _MOST_HITS = 8
 _PAYLOAD = decode(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "user"}], "stream": True}).encode())
 
 
-class _Held:
+class _Held(TurnUser):
     """One request in the pool, at its place there.
 
     `removed` is done when an engine no longer runs it: whether it waits again. One that `is_preempted` before it
@@ -49,19 +47,35 @@ class _Held:
     """
 
     __slots__ = (
-        "answer", "is_preempted", "is_sent", "left", "place", "removed", "request", "size", "sized", "turn",
+        "_stage", "answer", "is_preempted", "is_sent", "left", "place", "removed", "request", "size", "sized", "turn",
     )  # fmt: skip
 
-    def __init__(self, request: Request, sized: SizedRequest, place: int, left: asyncio.Future[None]) -> None:
+    def __init__(self, request: Request, sized: SizedRequest, place: int, stage: SimulatedEngines) -> None:
         self.request = request
         self.sized = sized
         self.place = place
-        self.left = left
+        self.left: asyncio.Future[None] = stage.loop.create_future()
+        self._stage = stage
         self.turn: Turn
         self.removed: asyncio.Future[bool]
         self.answer = UsageReader()
         self.size: LeaseSize | None = None
         self.is_sent = self.is_preempted = False
+
+    def disconnect(self) -> asyncio.Future[None]:
+        """See `TurnUser`."""
+        return self.left
+
+    def entered(self, lease: Lease | None) -> None:
+        """See `TurnUser`."""
+        if lease is not None:
+            lease.on_preempt = self._preempt
+
+    def _preempt(self) -> None:
+        if self.is_sent:
+            self._stage.abort(self.request)
+        else:
+            self.is_preempted = True
 
 
 class _TrueSpeeds(EngineSpeeds):
@@ -99,12 +113,9 @@ class ProductAdmission:
     def arrives(self, request: Request) -> None:
         """See `Admission`."""
         self._came += 1
-        loop, sized = self._stage.loop, self._sized(request)
-        held = self._held[request] = _Held(request, sized, self._came, loop.create_future())
-        held.turn = Turn(
-            self._pool, self._policy, sized, EventReporter(), sizes=self._sizes, disconnect=lambda: held.left
-        )
-        loop.create_task(self._serve(held)).add_done_callback(_raise_defect)
+        sized = self._sized(request)
+        held = self._held[request] = _Held(request, sized, self._came, self._stage)
+        self._stage.loop.create_task(self._serve(held)).add_done_callback(_raise_defect)
 
     def leaves(self, request: Request) -> None:
         """See `Admission`. In an engine it is ended first."""
@@ -151,35 +162,32 @@ class ProductAdmission:
 
     async def _serve(self, held: _Held) -> None:
         """Takes the request's turn in the pool, as often as it is preempted."""
-        request, turn, granted = held.request, held.turn, held.turn.granted
+        request, sized = held.request, held.sized
         try:
-            lease = await turn.enter(sized_ask(self._pool, held.sized, self._sizes, self._appraise))
-            lease.on_preempt = partial(self._preempt, held)
-            waits_again = True
-            while waits_again:
-                grant = await granted()
-                granted = turn.requeue
-                if held.is_preempted:  # in the moment of its grant
-                    held.is_preempted = False
-                    continue
-                held.is_sent = True
-                held.removed = self._stage.loop.create_future()
-                if held.sized.expected is not None:
-                    held.size = self._sizes.begin(held.sized.expected, lease, held.answer, streams=True)
-                request.place = (float(grant.level),), request.place[1] or held.place
-                self._stage.send(request, 0 if grant.engine is None else int(grant.engine.partition("#")[0][1:]))
-                waits_again = await held.removed
-                held.is_sent = False
+            ask = sized_ask(self._pool, sized, self._sizes, self._appraise)
+            turn = held.turn = Turn(self._pool, self._policy, sized, ask, held, sizes=self._sizes)
+            async with turn as first:
+                grant = first
+                while True:
+                    if held.is_preempted:  # in the moment of its grant
+                        held.is_preempted = False
+                        grant = await turn.requeue()
+                        continue
+                    held.is_sent = True
+                    held.removed = self._stage.loop.create_future()
+                    if held.sized.expected is not None:
+                        held.size = self._sizes.begin(held.sized.expected, turn.lease, held.answer, streams=True)
+                    request.place = (float(grant.level),), request.place[1] or held.place
+                    self._stage.send(request, 0 if grant.engine is None else int(grant.engine.partition("#")[0][1:]))
+                    waits_again = await held.removed
+                    held.is_sent = False
+                    if not waits_again:
+                        break
+                    grant = await turn.requeue()
         except TurnEnded as end:
             self._end(request, ABANDONED if end.cause is EndCause.DISCONNECTED else QueueTimeout.code)
         except AdmissionError as error:
             self._end(request, error.code)
-
-    def _preempt(self, held: _Held) -> None:
-        if held.is_sent:
-            self._stage.abort(held.request)
-        else:
-            held.is_preempted = True
 
     def _sized(self, request: Request) -> SizedRequest:
         """The request, as the intake would have read it from a body that says no maximum of its output."""
