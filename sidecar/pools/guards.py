@@ -139,6 +139,8 @@ class MemberGuard:
                 continue
             held = pool.guards.held_below(guarded), pool.held, guarded.floors
             below, total, floors = (largest_share(amount, pool.capacity) for amount in held)
+            if held[0][1] <= 1:
+                below = 0.0  # one is let in at any share: a smaller share is no help
             seen = GuardedPeriod(of.met, of.missed, below, total, floors, of.has_kept_out)
             is_known = len(of.state) == len(GuardState._fields)
             before = GuardState._make(of.state) if is_known else first_state(floors)

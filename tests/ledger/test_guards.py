@@ -180,11 +180,12 @@ def test_without_its_store_a_replica_goes_on_with_the_last_share_and_with_what_i
     run = Run()
     run.run(4)
     run.submit("first", 4)
-    run.submit("second", 90)
+    run.submit("second", 3)
+    run.submit("third", 90)
     for _ in range(12):
         run.see(met=5, missed=0)
         run.run(2)
-    assert run.entered == ["first"]
+    assert run.entered == ["first", "second"]
     assert (share := run.share) > 0.15
     run.is_lost = True
     run.run(8)
