@@ -54,7 +54,7 @@ async def test_an_answer_without_a_body_ends_its_request(tmp_path: Path, body: b
     async def empty(connection: Connection, _: Received) -> None:
         await connection.send(response(body))
 
-    async with rude(empty) as (a,), routed(write_policy(tmp_path / "policy.yaml", engines_of([a]))) as sidecar:
+    async with fleet_before(tmp_path, empty) as (sidecar, _a):
         found = await sidecar.ask(stream=stream)
         assert (found.status, found.body, found.engine) == (200, body, "a")
 
