@@ -23,6 +23,7 @@ from sidecar.apis import Api
 from sidecar.cli.api_key import KEY_VARIABLE, key_given
 from sidecar.cli.check_engines import with_engine_list
 from sidecar.cli.explain_gain import gain, gain_lines
+from sidecar.cli.explain_guard import guard_lines, guards
 from sidecar.cli.explain_placement import empty_pool, of_model, placement, placement_lines
 from sidecar.cli.output import CommandFailed, bounded, show
 from sidecar.durations import policy_duration
@@ -176,6 +177,7 @@ class RequestExplanation:
         request = sized_for(pool, request, sizes, lambda request: meter.appraise(request, names))
         self._note_size(request, policy)
         self._found["placement"] = placement(self._policy, policy, self._found["holds"])
+        self._found["guards"] = guards(policy, pool, request.classification.level)
         request = await self._take_turn(request, pool)
         self._found["gain"] = gain(self._policy, request)
         self._found["engine"] = self._engine(endpoint.api, request.classification.level)
@@ -324,6 +326,8 @@ def _steps(found: Found) -> Iterator[tuple[str, list[str]]]:
         yield "How much it holds until it is answered", _how_much(found)
     if found.get("placement") is not None:
         yield "Which engine it enters", placement_lines(found["placement"])
+    if found.get("guards") is not None:
+        yield "How full it may make the pool (hold)", guard_lines(found["guards"])
     if found.get("gain") is not None:
         yield "Its place among requests that wait (order: gain)", gain_lines(found["gain"], found["tier"])
     if "engine" in found:

@@ -15,7 +15,16 @@ import msgspec
 from sidecar.cluster.document import Overview, RefusalView, TenantView, TierShare, TierView, TierWaits
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.engines import EngineLists, engine_reports, engine_rows
-from sidecar.cluster.phrases import crowd, engine_headline, headline, sentence_for, starving, waits_at_its_limit
+from sidecar.cluster.guards import GuardHistory
+from sidecar.cluster.phrases import (
+    as_guarded,
+    crowd,
+    engine_headline,
+    headline,
+    sentence_for,
+    starving,
+    waits_at_its_limit,
+)
 from sidecar.cluster.report import PeerReports, ReceivedReport, ReplicaReport, pack, read_peers, replica_views
 from sidecar.cluster.sources import Sources
 from sidecar.cluster.tiers import sum_waits, tier_shares, tier_waits
@@ -30,7 +39,7 @@ SHARE_EVERY_S = 2.0
 RETRY_S = 0.5
 """While the store is not there: its return, and the very start, are noticed sooner."""
 FORGET_AFTER_S = 10.0
-"""A replica that was not heard of for so long is dead to the pool, too."""
+"""Age of a replica's last report at which it is shown no longer. The pool takes it for dead, too."""
 FRESH_S = 0.5
 """Age up to which callers get the same document, so that the cost does not grow with the viewers."""
 
@@ -110,6 +119,7 @@ class PoolOverview:
         self._now_s = now_s
         self._news = asyncio.Event()
         self._engine_lists = EngineLists()
+        self._guards = GuardHistory()
         self._host = socket.gethostname()
         self._peers = PeerReports()
         self._trouble: str | None = None
@@ -206,6 +216,7 @@ class PoolOverview:
     def _own(self, state: Mapping[str, Any], at_s: float) -> ReplicaReport:
         """The report of this process; `state` is its pool's."""
         sources, policy = self._sources, self._sources.policy()
+        self._guards.note(tier_shares(policy, state), at_s)
         replica = state["store"]["replica"] if "store" in state else str(os.getpid())
         counts = state["store"]["own"] if "store" in state else state
         tiers = []
@@ -239,7 +250,13 @@ class PoolOverview:
             recent=lately.buckets,
             overtaken_by=overtaken_by,
             is_at_limit=waits.is_at_limit,
+            guarded=self._guarded(share),
         )
+
+    def _guarded(self, share: TierShare) -> str:
+        if share.guard is None or share.slo.hold is None:
+            return ""
+        return as_guarded(share.guard, share.slo.hold, *self._guards.lately(share))
 
     def _tenants(self) -> list[TenantView]:
         """Tenants that hold most here, then those with most waiting."""
@@ -259,11 +276,11 @@ class PoolOverview:
     async def _keep_sharing(self) -> None:
         while True:
             try:
-                is_heard = await self._share()
+                is_shared = await self._share()
             except Exception:
-                is_heard = False
+                is_shared = False
                 self._report_defect()
-            await is_set_within(self._news, SHARE_EVERY_S if is_heard else RETRY_S)
+            await is_set_within(self._news, SHARE_EVERY_S if is_shared else RETRY_S)
 
     async def _share(self) -> bool:
         """Sends this replica's report and reads the others'. False where the store cannot be reached."""

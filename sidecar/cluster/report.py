@@ -70,7 +70,7 @@ class ReceivedReport:
 
 @dataclass(frozen=True, slots=True)
 class PeerReports:
-    """The other replicas as they were heard `at_s`, and the names of those whose reports could not be read."""
+    """The other replicas' reports as of `at_s`, and the names of those whose reports could not be read."""
 
     received: Sequence[ReceivedReport] = ()
     unreadable: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""Sampler of a pool: the documents that pages show, taken in the pool's event loop for whoever reads the metrics."""
+"""Sampler of a pool: the documents that pages show, read in the pool's event loop for each reader of the metrics."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ Resolve: TypeAlias = Callable[[DnsService], Awaitable[Lookup]]
 
 
 class DnsDiscovery(FollowedDiscovery):
-    """The engines behind one name, looked up every `service.refresh_s`, or as often as a shorter TTL says.
+    """The engines of one name, looked up every `service.refresh_s`, or as often as a shorter TTL says.
 
     Each engine is named by its address and port, `10.0.0.7:8000` or `[fd00::7]:8000`, or for SRV by its host and port.
     All have the same `capacity` and `prefill`. Raises ValueError where dnspython is needed and missing. `resolve` is

@@ -48,7 +48,7 @@ _log = logging.getLogger("sidecar.fleet")
 class MemberState(str, Enum):
     """State of an engine as people see it. It gets new requests while it is ready, starting or capped.
 
-    STARTING: slow start. CAPPED: it said that it is full. SUSPECT: it refused a connection, and a probe decides.
+    STARTING: slow start. CAPPED: it answered that it is full. SUSPECT: it refused a connection, and a probe decides.
     GONE: discovery names it no more. UNREACHABLE: other replicas can use it, this one cannot.
     """
 
@@ -86,7 +86,7 @@ class MemberOwner(Protocol):
         """Too many requests wait inside the engine: it is to get none for so many seconds beyond what it runs."""
 
     def preempted(self, member: EngineMember, now_us: int) -> None:
-        """A member was read, and said how many running requests it has preempted: see `EngineMember.preemptions`."""
+        """A member reported how many running requests it has preempted: see `EngineMember.preemptions`."""
 
     def sized(self, member: EngineMember) -> None:
         """The member's size was read for the first time."""
@@ -171,7 +171,7 @@ class EngineMember:
 
     @property
     def size(self) -> Size | None:
-        """Tokens and requests; None while the engine has not said them yet."""
+        """Tokens and requests; None while the engine has not reported them."""
         capacity = self.address.capacity
         if capacity.is_read:
             return None if self.reader is None else self.reader.size

@@ -1,4 +1,4 @@
-"""Models with pools of their own, behind one front.
+"""Models with pools of their own, in one process.
 
 Each model has an admission controller of its own: its pool, its engines, and what is observed of them. The front is the
 controller of the process. It has the policy as a whole, reads requests, and hands each to the controller of its model

@@ -88,7 +88,7 @@ class MountedEngine:
 
     @property
     def size(self) -> Size | None:
-        """Tokens and requests; None while the engine has not said them yet."""
+        """Tokens and requests; None while the engine has not reported them."""
         if self.reader is not None:
             return self.reader.size
         return self._engines.capacity.size(None, None)

@@ -116,7 +116,7 @@ class BlockRun(msgspec.Struct, gc=False, eq=False):
     """Consecutive blocks that one prompt used last. `first` is the number of blocks before them in their prompt.
 
     `output_units` is the answer, whose text is not known, and the rest of the prompt, which fills no block. They lie
-    behind the blocks, and are evicted before them. `units` is how much of the cache both take.
+    after the blocks, and are evicted before them. `units` is how much of the cache both take.
 
     There may be hundreds of thousands: the garbage collector would stop the process for a long time to look at them.
     """
@@ -303,7 +303,7 @@ class PrefixTable:
     """The prompts that one engine's prefix cache is predicted to hold.
 
     `configured_tokens` is the capacity of the engine's KV cache, `scale` the learned factor. `predicted_tokens` and
-    `measured_tokens` add up the answers that said how much was cached; `reporting` are the APIs of such answers.
+    `measured_tokens` add up the answers that report how much was cached; `reporting` are the APIs of such answers.
     `index` has the blocks that it holds, by its `bit`.
     """
 
@@ -366,7 +366,7 @@ class PrefixTable:
     def end(self, chain: Chain, output_tokens: int) -> None:
         """The request has ended: the engine gives its blocks back now, and so counts them as used now.
 
-        Behind the prompt's full blocks it has the rest of the prompt, and the answer.
+        After the prompt's full blocks it has the rest of the prompt, and the answer.
         """
         had = self.hit(chain)
         run = self._use(chain, had, count_first(chain.hashes, self._evicted.of, had))

@@ -61,7 +61,7 @@ _OWN, _TENANTS = EstimateSource.OWN, EstimateSource.TENANTS
 class Estimate(msgspec.Struct, frozen=True, gc=False):
     """The assumed output length of one sequence, in tokens, always more than it has generated already.
 
-    `samples` are the complete samples behind it: those that were known when it was made, at most an eighth of all ago.
+    `samples` is the number of complete samples when it was made, at most an eighth of all ago.
     `quantile` is the share of answers that are not longer.
     """
 
@@ -339,7 +339,7 @@ class _Learned(LengthHistogram):
         self.tokens_per_chunk += CHUNK_LEARNING_RATE * (seen - self.tokens_per_chunk)
 
     def forget(self) -> None:
-        """Frees it, whoever has a place that knows it."""
+        """Frees its memory, even while a place still refers to it."""
         self.endpoint = None
         self.kept.clear()
         self.clear()

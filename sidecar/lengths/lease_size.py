@@ -128,7 +128,7 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
 
 
 class AnswerProgress(Protocol):
-    """An answer as it passes: its events so far, and the engine's own count of its output where it said one.
+    """An answer as it passes: its events so far, and the engine's own count of its output, where it reports one.
 
     See `usage.UsageReader`.
     """
@@ -335,7 +335,7 @@ class LeaseSizes:
         return found
 
     def _is_enough(self, found: Estimate, asked: LeasePlace) -> bool:
-        """True if the answers behind an estimate are more than the first ones of a batch."""
+        """True if an estimate is made of more answers than the first ones of a batch."""
         if found.source is not _OWN:
             return True
         samples = asked.learned.samples if found.source is _OWN else found.samples

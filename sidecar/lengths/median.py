@@ -22,7 +22,7 @@ class Evidence(Protocol):
 
     @property
     def samples(self) -> int:
-        """The complete samples behind it."""
+        """Number of complete samples."""
 
     def quantile(self, q: float, beyond: int = 0) -> int | None:
         """See `Survival.quantile`."""
@@ -66,7 +66,7 @@ class Median:
         return len(self._members) >= FEWEST_TENANTS
 
     def quantile(self, q: float, beyond: int = 0) -> tuple[int | None, int]:
-        """The median of the voters' quantiles, None where they do not say, and the samples behind it.
+        """The median of the voters' quantiles, None where they have none, and the number of samples.
 
         At most 64 samples old. `beyond` may be rounded down to its bin, because all edges are multiples of one.
         """

@@ -1,7 +1,7 @@
 """How the tokens of answers come: the bytes of text that one has, and how many an event of a stream has.
 
-Both are learned from answers whose usage the engine said, and tell the tokens of those where it did not: streams that
-no one asked for their usage, and those that broke off before it came. Each tenant and model has its own: no tenant's
+Both are learned from answers with usage, and estimate the tokens of answers without: streams whose usage no one asked
+for, and those that broke off before it came. Each tenant and model has its own: no tenant's
 answers change what another one is charged.
 """
 

@@ -61,7 +61,7 @@ _SRV = re.compile(rf"_[A-Za-z0-9-]{{1,62}}\._(tcp|udp)\.{_HOST}", re.ASCII)
 
 MOST_USAGE_DAYS = 400
 SHORTEST_PERIOD_S = Fraction(1, 10)
-"""Of what is asked for again and again. More often costs an engine, or a name server, more than it can tell."""
+"""Shortest period of a repeated query. A shorter one costs an engine, or a name server, more than it is worth."""
 
 N = TypeVar("N", int, Fraction)
 V = TypeVar("V")

@@ -78,7 +78,7 @@ class GatewayPolicy:
         """True if a request comes from the gateway. `client` is its address of the ASGI scope.
 
         A server may have taken the address of the connection out of `X-Forwarded-For` (uvicorn with `--proxy-headers`):
-        whoever may write that header could name any address, so such an address is never the gateway's.
+        a client that may write that header could name any address, so such an address is never the gateway's.
         """
         return client is not None and self.is_from(client) and not _is_written(client, headers)
 

@@ -20,8 +20,8 @@ from sidecar.policy.declared import context, declared, key
 from sidecar.policy.problems import quoted, unknown
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519", "EdDSA")
-"""Signature algorithms with a private and a public key. `none` and HS256 are not among them: whoever can read the
-issuer's public keys could sign such a token."""
+"""Signature algorithms with a private and a public key. `none` and HS256 are not among them: anyone who
+can read the issuer's public keys could sign such a token."""
 MOST_KEY_SET_BYTES = 1 << 20
 LONGEST_SKEW_S = 300
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -128,7 +128,7 @@ def _algorithm(value: object) -> str:
     return name
 
 
-_Said = Annotated[str, of.Reads(_shown)]
+_Text = Annotated[str, of.Reads(_shown)]
 _KEY_SET = of.schema("An address (https://), or a file, relative to this one.")
 _DURATION = of.schema('A duration: "500ms", "30s".', pattern=r"^[0-9.]+ ?(us|ms|s|m|h)$")
 _Algorithms = Annotated[
@@ -143,13 +143,13 @@ _Algorithms = Annotated[
 class JwtPolicy:
     """Bearer tokens of one issuer, signed by it (JWTs), beside the API keys."""
 
-    issuer: _Said = key(..., "The tokens' `iss`, exactly.", "https://id.example")
-    audience: _Said = key(..., "The tokens' `aud`, or one of it: the name of this service.", "llm")
+    issuer: _Text = key(..., "The tokens' `iss`, exactly.", "https://id.example")
+    audience: _Text = key(..., "The tokens' `aud`, or one of it: the name of this service.", "llm")
     key_set: Annotated[str, of.Reads(_key_set, _KEY_SET)] = key(
         ..., "Where the issuer's public keys are (JSON Web Key Set).", "https://id.example/keys", name="jwks"
     )
-    tenant_claim: _Said = key(..., "The claim that names a tenant of this policy.", "tenant")
-    tier_claim: _Said | None = key(
+    tenant_claim: _Text = key(..., "The claim that names a tenant of this policy.", "tenant")
+    tier_claim: _Text | None = key(
         None,
         "The claim that names the tier of requests which name none, up to the tenant's `max_tier`.",
         "tier",

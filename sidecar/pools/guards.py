@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sidecar.pools.calls import NO_GUARD, PPM, Call, GuardDecided, GuardHeld, Reply, SloSeen
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, decide, first_state
-from sidecar.scheduling.guarded import DECIDE_EVERY_US, share_of
+from sidecar.scheduling.guarded import DECIDE_EVERY_US, largest_share
 from sidecar.scheduling.scheduler import Scheduler
 
 TOLD_EVERY_US = 1_000_000
@@ -21,7 +21,7 @@ TOLD_EVERY_US = 1_000_000
 
 
 def take(scheduler: Scheduler, levels: Mapping[str, int], call: Call, last_number: int, now_us: int) -> None:
-    """What a call says of guarded tiers counts in the ledger's scheduler, what it said before (`last_number`) once."""
+    """Counts what a call decided, and what it saw, unless an earlier one (`last_number`) said so, in the scheduler."""
     for decided in call.guards:
         guarded = scheduler.guards.of(levels.get(decided.tier, -1))
         if guarded is not None and guarded.decided_us == decided.since_us:
@@ -98,7 +98,7 @@ class MemberGuard:
         return self._tell_at_us
 
     def seen(self, now_us: int) -> list[SloSeen]:
-        """What is to be told now."""
+        """Returns the news of it that is due."""
         if self._tell_at_us is None or now_us < self._tell_at_us:
             return []
         counts, self._counts, self._tell_at_us = self._counts, {}, None
@@ -138,14 +138,15 @@ class MemberGuard:
             if guarded is None or not of.share_ppm or reply.now_us < of.decided_us + DECIDE_EVERY_US:
                 continue
             held = pool.guards.held_below(guarded), pool.held, guarded.floors
-            below, total, floors = (share_of(amount, pool.capacity) for amount in held)
-            running = pool.tiers[level].used[1]
-            seen = GuardedPeriod(of.met, of.missed, running, int(of.has_kept_out), below, total, floors)
+            below, total, floors = (largest_share(amount, pool.capacity) for amount in held)
+            if held[0][1] <= 1:
+                below = 0.0  # one is let in at any share: a smaller share is no help
+            seen = GuardedPeriod(of.met, of.missed, below, total, floors, of.has_kept_out)
             is_known = len(of.state) == len(GuardState._fields)
             before = GuardState._make(of.state) if is_known else first_state(floors)
             after = decide(before, seen, float(tier.hold))
             self._note_vain(level, before, seen)
-            share_ppm = max(1, round(after.g * PPM))
+            share_ppm = max(1, round(after.share * PPM))
             self._decided.append(
                 GuardDecided(tier.name, of.decided_us, share_ppm, of.met, of.missed, [float(it) for it in after])
             )
@@ -154,7 +155,7 @@ class MemberGuard:
         met, missed = before.met + seen.met, before.missed + seen.missed
         if met + missed >= FEWEST:
             is_missed = missed > (1 - self._rules.tiers[level].hold) * (met + missed)
-            is_at_least = seen.held <= seen.floors or before.g <= LEAST
+            is_at_least = seen.held <= seen.floors or before.share <= LEAST
             (self._in_vain.add if is_missed and is_at_least else self._in_vain.discard)(level)
 
     def figures(self, pool: Scheduler) -> list[GuardFigures]:
@@ -162,7 +163,7 @@ class MemberGuard:
         found = []
         for guarded in pool.guards.tiers:
             held = pool.guards.held_below(guarded), pool.held
-            below, total = (share_of(amount, pool.capacity) for amount in held)
+            below, total = (largest_share(amount, pool.capacity) for amount in held)
             met, missed = self._seen.get(guarded.level, (0, 0))
             name, in_vain = self._rules.tiers[guarded.level].name, guarded.level in self._in_vain
             found.append(GuardFigures(name, float(guarded.share), below, total, met, missed, in_vain))

@@ -24,7 +24,7 @@ from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_w
 from sidecar.pools.store_status import StoreStatus
 from sidecar.pools.store_watch import StoreWatch
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
-from sidecar.scheduling.guarded import share_of
+from sidecar.scheduling.guarded import largest_share
 
 LONGEST_EXPECTED_S = 3600.0
 """A longer wait is not foreseen: a queue that has hardly moved lately says nothing."""
@@ -89,7 +89,7 @@ class ReportedPool:
         """The pool's present state, for people and dashboards: JSON types only."""
         rules, usage = self._usage()
         own = {"leases": self._requests.held(), "waiting": len(self._requests.waiting)}
-        state = pool_state(rules, usage, **own)
+        state = pool_state(rules, usage, self.guards(), **own)
         if self._size is not None:
             state["engine"] = self._size.state()
         if self._link.is_shared:
@@ -132,7 +132,7 @@ class ReportedPool:
         if scheduler is None or (guarded := scheduler.guards.keeping_out(new_ticket(ask, 0, 0))) is None:
             return None
         name, share = scheduler.rules.tiers[guarded.level].name, float(guarded.share)
-        total = share_of(scheduler.held, scheduler.capacity)
+        total = largest_share(scheduler.held, scheduler.capacity)
         return Obstacle.GUARDED, (
             f"tier {name} is held to its SLO: less important requests may fill the pool to {share:.0%} beyond their"
             f" reserves, and {total:.0%} of it is held"

@@ -63,7 +63,7 @@ class Figures:
     has_headroom: bool
 
 
-def part_of(share: Fraction, capacity: Amount, of_unbounded: int) -> Amount:
+def rounded_part(share: Fraction, capacity: Amount, of_unbounded: int) -> Amount:
     """A share of a pool, rounded down; `of_unbounded` where the pool has no bound."""
     tokens, requests, prompt = (of_unbounded if c == UNBOUNDED else math.floor(share * c) for c in capacity)
     return tokens, requests, prompt
@@ -74,7 +74,7 @@ def figures_for(rules: Rules, capacity: Amount) -> Figures:
     """The figures of a pool. Cached: capacity changes with the engines only."""
     reserves, headrooms, limits = [], [], []
     for tier in rules.tiers:
-        headroom = part_of((1 - tier.lend) * tier.reserve, capacity, 0)
+        headroom = rounded_part((1 - tier.lend) * tier.reserve, capacity, 0)
         share = tier.reserve * rules.fair
         tokens, requests, prompt = (
             (UNBOUNDED if share else 0) if c == UNBOUNDED else math.ceil(share * c) for c in capacity
@@ -82,7 +82,7 @@ def figures_for(rules: Rules, capacity: Amount) -> Figures:
         reserve = (tokens, requests, prompt)
         reserves.append(larger(reserve, headroom) if rules.by_gain else reserve)
         headrooms.append(headroom)
-        limits.append(part_of(tier.limit, capacity, UNBOUNDED))
+        limits.append(rounded_part(tier.limit, capacity, UNBOUNDED))
     returnable = [
         _beside(capacity, limit, headrooms[: _best_level(rules, level)]) for level, limit in enumerate(limits)
     ]

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, plus
-from sidecar.scheduling.figures import Figures, Rules, part_of
+from sidecar.scheduling.figures import Figures, Rules, rounded_part
 
 if TYPE_CHECKING:
     from sidecar.scheduling.scheduler import Candidate, Scheduler
@@ -46,7 +46,7 @@ class GuardedTier:
     state: Sequence[float] = ()
 
     def take(self, other: GuardedTier) -> None:
-        """What was decided and seen of this tier elsewhere."""
+        """Takes over another record of this tier: its share, and the counts since that was decided."""
         self.share, self.decided_us, self.state = other.share, other.decided_us, other.state
         self.met, self.missed, self.has_kept_out = other.met, other.missed, other.has_kept_out
 
@@ -83,7 +83,7 @@ class Guards:
         self._figures = figures
         for guarded in self.tiers:
             guarded.floors = _sum(figures.reserve[level] for level in guarded.below)
-            guarded.most = part_of(guarded.share, figures.capacity, UNBOUNDED)
+            guarded.most = rounded_part(guarded.share, figures.capacity, UNBOUNDED)
 
     def of(self, level: int) -> GuardedTier | None:
         """The tier of that level, where it is guarded."""
@@ -137,6 +137,6 @@ def _sum(amounts: Iterable[Amount]) -> Amount:
     return total
 
 
-def share_of(held: Amount, capacity: Amount) -> float:
+def largest_share(held: Amount, capacity: Amount) -> float:
     """The largest share of a bounded dimension that is held."""
     return max((h / c for h, c in zip(held, capacity, strict=True) if 0 < c < UNBOUNDED), default=0.0)

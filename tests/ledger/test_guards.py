@@ -9,8 +9,12 @@ import pytest
 from sidecar.pools import calls
 from sidecar.pools.calls import PPM, Bid, Call, Cell, GuardDecided, Reply, SloSeen
 from sidecar.pools.ledger import Ledger
+from sidecar.pools.member import Member
+from sidecar.pools.member_events import Entered, MemberMode
+from sidecar.scheduling.tickets import Ticket
 from tests.ledger.stored_ledger import Both, StoredLedger
 
+pytestmark = pytest.mark.hasty  # the time is the test's: replicas are as patient as they are
 SECOND = 1_000_000
 RULES = calls.LedgerRules(
     [
@@ -135,6 +139,88 @@ def test_a_tier_that_is_guarded_no_more_bounds_nobody(talk: Talk) -> None:
     assert [grant.bid for grant in talk.bid("a", 3, 60).grants] == [3]
     closed = talk.state("a", RULES, cells=[Cell("batch", "e#1", 70, 2)], replaces=True)
     assert guard(closed) == calls.GuardHeld(PPM // 10)
+
+
+class Run:
+    """A replica of a pool, second by second; from `lost` on nobody answers it."""
+
+    def __init__(self, rules: calls.LedgerRules = RULES, *, divides: bool = True) -> None:
+        self.store, self.now, self.is_lost = Ledger(), 0, False
+        self.member = Member("a", rules, divides=divides)
+        self.member.view(ENGINES, 0)
+        self.entered: list[str] = []
+
+    def run(self, seconds: float) -> None:
+        end = self.now + round(seconds * SECOND)
+        while self.now < end:
+            self.now += SECOND // 10
+            for _ in range(20):
+                call = self.member.poll(self.now)
+                self.entered += [it.lease.ticket.id for it in self.member.take_events() if isinstance(it, Entered)]
+                if call is None:
+                    break
+                if not self.is_lost:
+                    self.member.answered(self.store.execute(call, self.now)[0], self.now)
+            else:
+                raise AssertionError("it calls again and again")
+
+    def submit(self, name: str, tokens: int) -> None:
+        self.member.submit(Ticket(name, 1, "", tokens, number=self.now), self.now)
+
+    def see(self, met: int, missed: int) -> None:
+        for n in range(met + missed):
+            self.member.note_slo(0, f"t{n}", is_missed=n < missed, now_us=self.now)
+
+    @property
+    def share(self) -> float:
+        return self.member.guards(self.now)[0].share
+
+
+def test_without_its_store_a_replica_goes_on_with_the_last_share_and_with_what_it_sees_itself() -> None:
+    run = Run()
+    run.run(4)
+    run.submit("first", 4)
+    run.submit("second", 3)
+    run.submit("third", 90)
+    for _ in range(12):
+        run.see(met=5, missed=0)
+        run.run(2)
+    assert run.entered == ["first", "second"]
+    assert (share := run.share) > 0.15
+    run.is_lost = True
+    run.run(8)
+    assert run.member.mode is MemberMode.ALONE
+    assert share <= run.share < share * 1.02  # while nobody asks, it grows slowly
+    for _ in range(20):
+        run.see(met=5, missed=0)
+        run.run(2)
+    assert run.share > share
+    grown = run.share
+    run.see(met=0, missed=20)
+    run.run(5)
+    assert run.share < grown
+    run.is_lost = False
+    run.run(5)
+    assert run.member.mode is MemberMode.SHARED
+    assert share <= run.share < share * 1.05  # that of the store, whatever it found alone
+
+
+def test_a_replica_whose_policy_guards_another_tier_does_not_decide_for_those_that_are_guarded() -> None:
+    others = calls.LedgerRules(
+        [
+            calls.LedgerTierRules("chat", 0, PPM, PPM, False, False, None),
+            calls.LedgerTierRules("batch", 0, PPM, PPM, False, False, None, 900_000),
+        ],
+        None, 0, 0, 200, False, PPM,
+    )  # fmt: skip
+    run = Run(others)
+    run.member._replaces = False
+    Talk(run.store).state("b")
+    run.run(10)  # and it does not call again and again
+    run.see(met=0, missed=20)
+    run.run(5)
+    assert run.store.state is not None
+    assert run.store.state.scheduler.guards.tiers[0].decided_us == 0
 
 
 @pytest.mark.parametrize(

@@ -79,17 +79,30 @@ async def test_while_the_slo_is_met_more_gets_in(harness: Harness) -> None:
 async def test_misses_take_room_and_no_lease(harness: Harness) -> None:
     clock = Clock()
     pool = await harness.pool(guarded(), clock)
-    (first,) = await batch(pool, 50)  # one enters beside nothing, whatever its size
+    first, other = await batch(pool, 5, 4)
     before = share(pool)
     for tenant in "abcdefghijkl":
         pool.note_slo(0, tenant, is_missed=True)
     await after(harness, pool, clock, 5)
     assert 0 < share(pool) < before
-    assert first.grant is not None
+    assert (first.grant is None, other.grant is None) == (False, False)
     (second,) = await batch(pool, 1)
     await harness.quiet(pool)
     assert second.grant is None
     assert pool.guards()[0].missed == 12
+
+
+@in_both_orders
+async def test_misses_move_nothing_while_less_important_work_holds_one_request(harness: Harness) -> None:
+    clock = Clock()
+    pool = await harness.pool(guarded(), clock)
+    (first,) = await batch(pool, 50)  # one enters beside nothing, whatever its size
+    before = share(pool)
+    for tenant in "abcdefghijkl":
+        pool.note_slo(0, tenant, is_missed=True)
+    await after(harness, pool, clock, 5)
+    assert first.grant is not None
+    assert share(pool) == before
 
 
 @in_both_orders
@@ -109,7 +122,7 @@ async def test_misses_move_nothing_while_less_important_work_holds_nothing(harne
 async def test_one_tenant_whose_requests_must_miss_shuts_nobody_out(harness: Harness) -> None:
     clock = Clock()
     pool = await harness.pool(guarded(), clock)
-    (first,) = await batch(pool, 50)
+    first, _ = await batch(pool, 5, 4)
     before = share(pool)
     for _ in range(5):
         for n in range(40):

@@ -91,8 +91,6 @@ class Emulator:
             _page(metrics_path, lambda: Response(write(engine), media_type=engine_pages.Exposition.content_type)),
             _page("/openapi.json", lambda: engine_pages.openapi(config)),
         ]
-        if kind is TensorRtLlm:
-            routes.append(_page("/metrics", lambda: engine_pages.trtllm_iterations(engine)))
         if kind in (TensorRtLlm, Vllm):
             routes.append(_page("/version", lambda: {"version": engine_pages.VERSIONS[kind]}))
         if info := engine_pages.server_info(config):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +22,6 @@ from sidecar.tools.step_model.engine import PlanEnd, PlanStart, StepEngine
 from sidecar.tools.step_model.queue import KeyQueue, Rank
 
 LOG_LENGTH = 100_000  # served requests remembered: an hour of the demo, some 20 MB
-ITERATIONS_LENGTH = 1_000  # TensorRT-LLM's own iter_stats_max_iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,6 @@ class EmulatedEngine:
         self.computed_s = self.lost_s = 0.0
         self.is_stopping = False
         self.log: deque[ServedGeneration] = deque(maxlen=LOG_LENGTH)
-        self.iterations: deque[tuple[int, EmulatedLoad]] = deque(maxlen=ITERATIONS_LENGTH)
         self.load_at_last_finish = EmulatedLoad(0, 0, 0)
         self._open: dict[Generation, None] = {}
         self._emptied = asyncio.Event()
@@ -97,14 +95,6 @@ class EmulatedEngine:
     def peak(self) -> int:
         """The most requests that were in it at once."""
         return self.occupancy.most_requests
-
-    def waiting_by_priority(self) -> Counter[float | None]:
-        """Requests that have no slot yet, by the priority that the engine read."""
-        return Counter(generation.rank.value for generation in self._open if generation.admitted_s is None)
-
-    def running_by_priority(self) -> Counter[float | None]:
-        """Requests that have a slot, by the priority that the engine read."""
-        return Counter(generation.rank.value for generation in self._open if generation.admitted_s is not None)
 
     def submit(self, ask: EngineRequest, rank: Rank, chains: Sequence[PromptChain] = ()) -> Generation:
         """Queues a request. `chains` are its prompts' token blocks, where the engine caches prefixes.
@@ -281,7 +271,6 @@ class EmulatedEngine:
             if choice.generation.admitted_s is None:
                 choice.generation.admitted_s = now_s
             self.occupancy.add(unprefilled_tokens=choice.expected_hit - choice.found_tokens)
-        self.iterations.append((self.core.steps + 1, self.load))
         self.most_running = max(self.most_running, self.running)
         self.most_kv_tokens_held = max(self.most_kv_tokens_held, self.core.cache.held_tokens)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator.config import BLOCK_TOKENS, EmulatorConfig, Scheduling
-from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect
-from sidecar.tools.emulator.engine import EmulatedEngine, EmulatedLoad
+from sidecar.tools.emulator.dialects.base import Dialect
+from sidecar.tools.emulator.engine import EmulatedEngine
 
 VERSIONS = {
     TensorRtLlm: "1.4.0rc1",
@@ -58,12 +58,7 @@ def server_info(config: EmulatorConfig) -> dict[str, Any] | None:
         "internal_states": [
             {
                 "effective_max_running_requests_per_dp": config.steps.max_sequences,
-                "memory_usage": {
-                    "weight": 0.0,
-                    "kvcache": 0.0,
-                    "token_capacity": config.kv_capacity_tokens,
-                    "graph": 0.0,
-                },
+                "memory_usage": {"token_capacity": config.kv_capacity_tokens},
             }
         ],
     }
@@ -128,7 +123,7 @@ def openapi(config: EmulatorConfig) -> dict[str, Any]:
         return {"openapi": "3.1.0", "info": info, "paths": {}, "components": {}}
     properties: dict[str, Any] = {"messages": {"type": "array"}, "model": {"type": "string"}}
     if config.priority_field:
-        properties["priority"] = _priority_schema(config.engine)
+        properties["priority"] = {"title": "Priority"}
     schemas = {
         name: {"type": "object", "properties": properties, "title": name}
         for name in ("ChatCompletionRequest", "CompletionRequest")
@@ -183,15 +178,6 @@ def emulator_state(engine: EmulatedEngine) -> dict[str, Any]:
     }
 
 
-def _priority_schema(engine: type[Engine]) -> dict[str, Any]:
-    if engine is TensorRtLlm:
-        number = {"type": "number", "minimum": 0.0, "maximum": 1.0}
-        return {"anyOf": [number, {"type": "null"}], "title": "Priority"}
-    if engine is Vllm:
-        return {"type": "integer", "minimum": INT64_MIN, "maximum": INT64_MAX, "default": 0, "title": "Priority"}
-    return {"anyOf": [{"type": "integer"}, {"type": "null"}], "title": "Priority"}
-
-
 class Exposition:
     """Prometheus text, written metric by metric. `labels` go on every sample."""
 
@@ -204,24 +190,18 @@ class Exposition:
     def __str__(self) -> str:
         return "\n".join(self._lines) + "\n"
 
-    def declare(self, name: str, kind: str) -> None:
-        """Starts a family."""
-        self._lines += [f"# HELP {name} Emulated.", f"# TYPE {name} {kind}"]
-
-    def sample(self, name: str, value: float, **labels: str) -> None:
-        """One line."""
+    def family(self, kind: str, name: str, value: float, **labels: str) -> None:
+        """A family of one sample."""
         pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in {**self._labels, **labels}.items())
-        self._lines.append(f"{name}{{{pairs}}} {float(value)}")
+        self._lines += [f"# HELP {name} Emulated.", f"# TYPE {name} {kind}", f"{name}{{{pairs}}} {float(value)}"]
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
-        """A family of one gauge."""
-        self.declare(name, "gauge")
-        self.sample(name, value, **labels)
+        """A gauge."""
+        self.family("gauge", name, value, **labels)
 
     def counter(self, name: str, value: float, **labels: str) -> None:
-        """A family of one counter."""
-        self.declare(name, "counter")
-        self.sample(name, value, **labels)
+        """A counter."""
+        self.family("counter", name, value, **labels)
 
 
 def _escaped(text: str) -> str:
@@ -240,31 +220,6 @@ def trtllm_text(engine: EmulatedEngine) -> str:
     page.gauge("trtllm_num_paused_requests", load.paused)
     page.gauge("trtllm_kv_cache_utilization", load.kv_tokens_held / config.kv_capacity_tokens)
     return str(page)
-
-
-def trtllm_iterations(engine: EmulatedEngine) -> list[dict[str, Any]]:
-    """`/metrics`: JSON, one object per iteration since the last call. Reading is destructive."""
-    stats = [_iteration(engine, number, load) for number, load in engine.iterations]
-    engine.iterations.clear()
-    return stats
-
-
-def _iteration(engine: EmulatedEngine, number: int, load: EmulatedLoad) -> dict[str, Any]:
-    block_tokens = engine.config.block_size
-    most, used = engine.config.kv_capacity_tokens // block_tokens, load.kv_tokens_held // block_tokens
-    return {
-        "iter": number,
-        "numActiveRequests": load.running,
-        "numQueuedRequests": load.waiting,
-        "maxNumActiveRequests": engine.config.steps.max_sequences,
-        "inflightBatchingStats": {"numPausedRequests": load.paused},
-        "kvCacheStats": {
-            "maxNumBlocks": most,
-            "usedNumBlocks": used,
-            "freeNumBlocks": most - used,
-            "tokensPerBlock": block_tokens,
-        },
-    }
 
 
 def vllm_text(engine: EmulatedEngine) -> str:
@@ -288,19 +243,11 @@ def vllm_text(engine: EmulatedEngine) -> str:
 
 
 def sglang_text(engine: EmulatedEngine) -> str:
-    """Its `/metrics`. Under priority scheduling the queue gauges have a label: the total, and one per value seen."""
+    """Its `/metrics`."""
     load, config = engine.load, engine.config
-    by_priority = config.scheduling is Scheduling.PRIORITY
     page = Exposition(model_name=config.model, engine_type="unified", tp_rank="0")
-    for name, total, counts in (
-        ("sglang:num_running_reqs", load.running, engine.running_by_priority()),
-        ("sglang:num_queue_reqs", load.waiting, engine.waiting_by_priority()),
-    ):
-        page.declare(name, "gauge")
-        page.sample(name, total, **({"priority": ""} if by_priority else {}))
-        for priority, count in counts.items() if by_priority else ():
-            if priority is not None:
-                page.sample(name, count, priority=str(priority))
+    page.gauge("sglang:num_running_reqs", load.running)
+    page.gauge("sglang:num_queue_reqs", load.waiting)
     page.gauge("sglang:token_usage", load.kv_tokens_held / config.kv_capacity_tokens)
     page.gauge("sglang:max_total_num_tokens", config.kv_capacity_tokens)
     page.gauge("sglang:kv_available_tokens", config.kv_capacity_tokens - load.kv_tokens_held)
@@ -329,8 +276,6 @@ def dynamo_text(engine: EmulatedEngine) -> str:
     page.gauge("dynamo_frontend_model_kv_cache_block_size", config.block_size)
     if not config.lists_workers:
         page.gauge("dynamo_frontend_router_worker_state", 1, **_WORKER)
-    page.gauge("dynamo_frontend_queued_requests", load.waiting)
-    page.gauge("dynamo_frontend_inflight_requests", load.running + load.waiting)
     # Without the router's queue requests wait in the workers, which the frontend does not show.
     pending = load.waiting if config.scheduling is Scheduling.PRIORITY else 0
     page.gauge("dynamo_frontend_router_queue_pending_requests", pending, worker_type="decode")

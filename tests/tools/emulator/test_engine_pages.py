@@ -43,8 +43,6 @@ EXPECTED = {
         "sglang:num_retracted_reqs",
     },
     DYNAMO: {
-        "dynamo_frontend_queued_requests",
-        "dynamo_frontend_inflight_requests",
         "dynamo_frontend_router_queue_pending_requests",
     },
     TRTLLM: {
@@ -74,26 +72,6 @@ async def test_vllms_gauges_show_what_runs_and_what_waits() -> None:
     labels = '{engine="0",model_name="emulated"}'
     assert samples(text)[f"vllm:num_requests_running{labels}"] == 1
     assert samples(text)[f"vllm:num_requests_waiting{labels}"] == 1
-
-
-async def test_sglangs_queue_has_a_label_per_priority() -> None:
-    async with emulated(SGLANG) as client:
-        busy, waiting = await client.occupied(), await client.queued(priority=7)
-        _, text = await client.get("/metrics")
-        await client.released(busy, waiting)
-    queue = {name: value for name, value in samples(text).items() if name.startswith("sglang:num_queue_reqs")}
-    assert sorted(name.rsplit("priority=", 1)[1] for name in queue) == ['""}', '"7"}']
-    assert set(queue.values()) == {1.0}
-
-
-async def test_trtllms_json_statistics_are_read_destructively() -> None:
-    async with emulated(TRTLLM) as client:
-        await client.post(max_tokens=5)
-        stats: list[dict[str, Any]] = json.loads((await client.get("/metrics"))[1])
-        again = json.loads((await client.get("/metrics"))[1])
-    assert len(stats) == 5
-    assert {"iter", "numActiveRequests", "numQueuedRequests", "kvCacheStats"} <= set(stats[0])
-    assert again == []
 
 
 async def test_trtllms_gauges_freeze_between_finished_requests() -> None:

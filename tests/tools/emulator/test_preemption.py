@@ -58,8 +58,6 @@ async def test_an_overcommitted_engine_preempts_and_every_answer_is_complete(
         assert tokens == OUTPUT
         before = json.loads(await found(client, url, "/_emulator"))
         assert before["counts"]["preempted"] == 0
-        if engine is TRTLLM:
-            await found(client, url, "/metrics")  # reading it takes what there is
         streams = [streamed(client, url) for _ in range(CLIENTS // 2)]
         answers = await asyncio.gather(*streams, *(whole(client, url) for _ in range(CLIENTS // 2)))
         assert set(answers) == {alone, (alone, OUTPUT)}
@@ -71,8 +69,6 @@ async def test_an_overcommitted_engine_preempts_and_every_answer_is_complete(
             "requests": 0, "tokens": 0, "unprefilled_tokens": 0, "kv_tokens": 0,
         }  # fmt: skip
         if engine is TRTLLM:
-            iterations = json.loads(await found(client, url, "/metrics"))
-            assert sum(one["inflightBatchingStats"]["numPausedRequests"] for one in iterations) == preempted
             assert "trtllm_num_paused_requests" in await found(client, url, "/prometheus/metrics")
         elif engine is not DYNAMO:
             name = "vllm:num_preemptions_total" if engine is VLLM else "sglang:num_retracted_requests_total"

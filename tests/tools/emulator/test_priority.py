@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -105,22 +104,11 @@ async def test_dynamos_strict_priority_comes_before_every_head_start() -> None:
     assert await order(DYNAMO, [tagged(DYNAMO, 99), strict]) == [1, 99]
 
 
-async def test_trtllm_under_fcfs_warns_once_for_every_prioritized_request(caplog: pytest.LogCaptureFixture) -> None:
-    async with emulated(TRTLLM, scheduling=Scheduling.FCFS) as client:
-        with caplog.at_level(logging.WARNING):
-            for priority in (0.9, 0.1, 0.5, None):
-                await client.post(priority=priority)
-    assert [record.message.split(";")[0] for record in caplog.records] == [
-        "A request has a non-default priority but the FCFS waiting queue is in use"
-    ] * 2
-
-
 async def test_all_prompts_of_a_completion_queue_at_its_priority() -> None:
     async with emulated(TRTLLM) as client:
         busy = await client.occupied()
         low = await client.queued("completions", prompt=["a", "b"], priority=0.1)
         high = await client.queued("completions", prompt=["a", "b"], n=2, priority=0.9)
         assert client.engine.waiting == 6
-        assert client.engine.waiting_by_priority() == {0.1: 1, 0.9: 1}
         await client.released(busy, low, high)
         assert served_order(client.engine) == [0.9, 0.1]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
 
 from sidecar.apis import Api
-from sidecar.tools.emulator.config import Scheduling
 from sidecar.tools.emulator.dialects.base import Dialect, EngineRefusal, pydantic_errors
 from sidecar.tools.emulator.request import Body, InvalidField, check_bounds
-from sidecar.tools.step_model.queue import TRTLLM_DEFAULT_PRIORITY, Rank
-
-logger = logging.getLogger(__name__)
+from sidecar.tools.step_model.queue import Rank
 
 # The fields of openai_protocol.py at 0076e939; both models forbid every other one.
 _SHARED_FIELDS = frozenset(
@@ -109,13 +105,7 @@ class TrtllmDialect(Dialect):
         value = body.get("priority")
         if api not in KNOWN_FIELDS or value is None:
             return Rank()
-        priority = _read_priority(value)
-        if self.config.scheduling is Scheduling.FCFS and priority != TRTLLM_DEFAULT_PRIORITY:
-            logger.warning(
-                "A request has a non-default priority but the FCFS waiting queue is in use; "
-                "the priority value will be ignored"
-            )
-        return Rank(priority)
+        return Rank(_read_priority(value))
 
     def invalid(self, api: Api, mistake: InvalidField) -> EngineRefusal:
         del api
