@@ -302,7 +302,7 @@ class RequestGain:
     # -- what the pool is told of a guarded tier
 
     def _report_first(self, report: SloReport, *, is_missed: bool) -> None:
-        """Reports that the first token, or a whole answer, has come in time or is late."""
+        """Reports that the first token has come in time, or that it or a whole answer is late."""
         if is_missed and (self._meter.away_until_us >= self._arrived_us or self._is_too_long()):
             report.excuse()
         report.first_token(is_missed=is_missed)
@@ -333,16 +333,19 @@ class RequestGain:
         if deadlines is None:
             if usage.output_tokens is not None:
                 last_us = report.due_us + max(0, tokens // sequences - 1) * objective.tpot_us
-                self._report_first(report, is_missed=self._whole_us >= last_us)
+                if self._whole_us >= last_us:
+                    self._report_first(report, is_missed=True)
+                else:
+                    report.complete(is_slow=False)
             return
         later = tokens / sequences - 1
-        if later < 1 or deadlines.first_us is None:
+        if deadlines.first_us is None:
             return
         until_us = deadlines.last_us
         if usage.read_bytes > UNBLOCKED_BYTES:
             until_us, events = self._unblocked
             later = (events - self._first_events) * tokens / deadlines.events / sequences
-        report.later_tokens(is_slow=deadlines.is_slow(until_us, later))
+        report.complete(is_slow=deadlines.is_slow(until_us, later))
 
     # -- the answer as it passes
 

@@ -1,10 +1,11 @@
 """Report of one request of a guarded tier: whether it met its objective, as far as less important work can be why.
 
-The pool is told at most twice: of the first token, and of the pace of those after it. A first token that is not there
-when it is due has missed, before anyone knows when it comes. An answer that does not stream shows neither: it is one
-observation, which has missed where it comes after its last token is due. Then one of both times was too long.
+The pool is told once: that the first token is late, as soon as that is known, or else at the end of the answer whether
+the later ones came in time. A first token that is not there when it is due has missed, before anyone knows when it
+comes. An answer that does not stream shows no tokens. It has missed where it comes after its last token is due: then
+one of both times was too long.
 
-What met is told always. What missed is not, where less important work is not to blame: see `excuse`.
+A first token that is late for another reason than less important work counts as in time: see `excuse`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import msgspec
 
 from sidecar.events import Obstacle
 
-OWN_OBSTACLES = frozenset((Obstacle.ENGINE, Obstacle.STORE, Obstacle.LIMIT))
-"""Obstacles that would be there without less important work: no engine, no store, the tier's own limit."""
+OWN_OBSTACLES = frozenset((Obstacle.ENGINE, Obstacle.STORE, Obstacle.LIMIT, Obstacle.GUARDED))
+"""Obstacles that would be there without less important work: no engine, no store, the tier's own limit, and what a more
+important tier's objective leaves to it."""
 
 
 class SloReport(msgspec.Struct, eq=False):
@@ -29,6 +31,7 @@ class SloReport(msgspec.Struct, eq=False):
     due_us: int
     is_first_known: bool = False
     is_excused: bool = False
+    _is_told: bool = False
     _is_overdue: bool = False
     _obstacle: Callable[[], tuple[Obstacle, str]] | None = None
 
@@ -47,7 +50,7 @@ class SloReport(msgspec.Struct, eq=False):
 
     def failed(self) -> None:
         """The answer is an error: it says nothing of the objective."""
-        self.is_first_known = True
+        self.is_first_known = self._is_told = True
 
     def is_overdue(self, now_us: int, *, waits: bool) -> bool:
         """True if the first token is due since an earlier call, and nobody knows of it. Call it from time to time.
@@ -69,12 +72,17 @@ class SloReport(msgspec.Struct, eq=False):
         return True
 
     def first_token(self, *, is_missed: bool) -> None:
-        """The first token came, or is overdue, or a whole answer came. Only the first call counts."""
+        """The first token came, or is overdue, or a whole answer came too late. Only the first call counts."""
         if not self.is_first_known:
             self.is_first_known = True
-            if not (is_missed and self.is_excused):
-                self._note(is_missed)
+            if is_missed and not self.is_excused:
+                self._tell(is_missed=True)
 
-    def later_tokens(self, *, is_slow: bool) -> None:
+    def complete(self, *, is_slow: bool) -> None:
         """The answer is complete: its later tokens came in time, or too slowly."""
-        self._note(is_slow)
+        self._tell(is_missed=is_slow)
+
+    def _tell(self, *, is_missed: bool) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._note(is_missed)

@@ -303,8 +303,6 @@ async def test_expect_100_continue_is_answered_here() -> None:
     assert engine.requests[0].all(b"expect") == []
 
 
-
-
 # The client leaves
 
 
@@ -532,8 +530,6 @@ async def test_a_body_that_is_streamed_is_not_repeated_and_goes_on_a_connection_
 
 
 # What must not pass
-
-
 
 
 async def test_two_lengths_that_a_lenient_server_let_through_are_a_400() -> None:
