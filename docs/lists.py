@@ -58,6 +58,7 @@ OF_DOCUMENTS: Mapping[type, tuple[str, ...]] = {
 """Documents with figures, each with the labels that its series have beside those of the figures."""
 TOPICS = {
     "sizes": re.compile(r"admission\.(lease|output|engine\.preemptions)"),
+    "guard": re.compile(r"admission\.(guard|slo\.hold)"),
     "gain": re.compile(r"admission\.(gain|slo\.requests|engine\.(time|prediction_error))"),
     "engines": re.compile(r"admission\.(engine\.(?!up)|replays|prompt|prefix|no_engine_fits)"),
     "others": re.compile(r"admission\.(observed|unguarded)"),

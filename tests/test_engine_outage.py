@@ -1,4 +1,4 @@
-"""A real engine process that dies under load, before real `sidecar serve` processes: it costs no request its place.
+"""An engine that dies under load: it costs no request its place.
 
 Everything that can be timed is loose: the machines that run this are slow. The order, the counts and the limits are
 exact.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -20,8 +19,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.process import Running, python
+from sidecar.engines import Vllm
+from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
+from tests.support.in_process import serving_sidecar
 from tests.support.redis_servers import free_port
+from tests.support.serving import serving
 from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
@@ -67,37 +69,36 @@ class Answer:
 
 
 class Engine:
-    """An emulated vLLM in a process of its own, always on the same port."""
+    """An emulated vLLM, always on the same port."""
 
     def __init__(self, step_ms: int = 10) -> None:
         self.port = free_port()
-        self._step_ms = step_ms
+        self._config = EmulatorConfig(engine=Vllm, steps=StepModel(step_us=step_ms * 1000))
         self._stack = AsyncExitStack()
-        self.process: Running | None = None
+        self._connections: set[Any] = set()
 
     async def start(self) -> None:
-        arguments = ("--engine", "vllm", "--port", str(self.port), "--step-ms", str(self._step_ms))
-        self.process = await self._stack.enter_async_context(python("-m", "sidecar.cli", "emulate", *arguments))
-        await self.process.line("on http", 60)
+        served = await self._stack.enter_async_context(serving(Emulator(self._config).app, port=self.port))
+        self._connections = served.server.server_state.connections
 
     async def kill(self) -> None:
-        assert self.process is not None
-        self.process.signal(signal.SIGKILL)
-        await self.process.exit_code()
+        """As the system does it: every connection is reset before anything could be answered."""
+        for connection in list(self._connections):
+            connection.transport.abort()
+        await self._stack.aclose()
 
     async def __aenter__(self) -> Engine:
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        await self.kill()
 
 
 class Sidecar:
-    """A `sidecar serve` process, and a client of it."""
+    """A sidecar, and a client of it."""
 
-    def __init__(self, process: Running, url: str, admin: str, session: aiohttp.ClientSession) -> None:
-        self.process = process
+    def __init__(self, url: str, admin: str, session: aiohttp.ClientSession) -> None:
         self.url = url
         self.admin = admin
         self.session = session
@@ -143,18 +144,16 @@ class Sidecar:
 
 @asynccontextmanager
 async def sidecar(
-    folder: Path, upstream_port: int, *arguments: str, policy: str = POLICY, tenant: str = TENANT
+    folder: Path, upstream_port: int, policy: str = POLICY, tenant: str = TENANT
 ) -> AsyncIterator[Sidecar]:
     (folder / "tenants").mkdir(parents=True, exist_ok=True)
     (folder / "policy.yaml").write_text(policy)
     (folder / "tenants" / "acme.yaml").write_text(tenant)
-    upstream = f"http://127.0.0.1:{upstream_port}"
-    ports = ("--port", "0", "--admin-port", "0", "--log-level", "error")
-    serve = ("-m", "sidecar.cli", "serve", "--upstream", upstream, "--policy", str(folder), *ports, *arguments)
-    async with python(*serve) as process, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        url = (await process.line(r"proxy on (\S+)", 60))[1]
-        admin = (await process.line(r"admin on (\S+)"))[1]
-        yield Sidecar(process, url, admin, session)
+    async with (
+        serving_sidecar(folder, f"http://127.0.0.1:{upstream_port}") as (url, admin),
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+    ):
+        yield Sidecar(url, admin, session)
 
 
 async def send(to: Sidecar, count: int, first: int = 0, **how: Any) -> list[asyncio.Task[Answer]]:
@@ -274,7 +273,7 @@ async def test_a_replica_that_is_cut_off_keeps_its_queue_and_does_not_hold_up_an
             Engine() as one,
             Engine() as other,
             sidecar(tmp_path / "a", one.port, policy=policy) as near,
-            sidecar(tmp_path / "b", other.port, policy=policy) as far,
+            sidecar(tmp_path / "b", other.port, policy=policy + "max_choices: 3\n") as far,
         ):
             await near.until("/state", lambda state: state["pool"]["store"]["replicas"] == 2)
             tasks = await send(far, 40, tokens=100)

@@ -165,18 +165,6 @@ async def test_a_removed_tenants_key_stops_within_a_second(tmp_path: Path) -> No
         assert min(took_s) < 1.0, took_s
 
 
-async def test_a_file_that_is_truncated_and_then_written_is_one_change(tmp_path: Path) -> None:
-    async with reloading(App(), tmp_path, requests="4") as site:
-        path, first = tmp_path / "policy.yaml", site.sidecar.controller.policy.generation
-        whole = path.read_text().replace("requests: 4", "requests: 5")
-        path.write_text("")
-        await asyncio.sleep(0.3)  # long enough for a look or two
-        assert (site.sidecar.controller.policy.generation, site.sidecar.controller.notices()) == (first, [])
-        path.write_text(whole)
-        await until(lambda: site.sidecar.controller.policy.rules.requests == 5)
-        assert site.sidecar.controller.notices() == []
-
-
 async def test_endpoints_sources_and_sizes_are_those_of_the_new_policy(tmp_path: Path) -> None:
     app = App()
     async with reloading(app, tmp_path, max_body="1KiB") as site:
@@ -224,20 +212,6 @@ async def test_a_sidecar_begins_and_ends_to_observe_while_others_wait(tmp_path: 
         app.release(4)
         assert [answered.status for answered in await asyncio.gather(*asked)] == [200] * 4
         await until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.controller.under_way == 0)
-
-
-async def test_a_policy_that_cannot_be_used_changes_nothing_and_says_so(tmp_path: Path) -> None:
-    async with reloading(App(), tmp_path) as site:
-        running = site.sidecar.controller.snapshot
-        write_policy(tmp_path, engine="vllm", requests="9")
-        await until(site.sidecar.controller.notices)
-        assert "needs a restart for engine" in site.sidecar.controller.notices()[0]
-        assert site.sidecar.controller.snapshot is running
-        assert site.pool()["capacity"]["requests"] == 4
-        (tmp_path / "policy.yaml").unlink()
-        await until(lambda: "cannot be used" in " ".join(site.sidecar.controller.notices()))
-        assert site.sidecar.controller.snapshot is running
-        assert (await site.ask(None, key("acme"))).status == 200
 
 
 async def test_replicas_that_run_different_policies_say_so_until_they_run_the_same(

@@ -59,6 +59,12 @@ def promised(name: str) -> Query:
     return Query(gauge(name), f"{BY_TIER} {PROMISED}")
 
 
+def met(name: str) -> str:
+    """Of a counter of requests by whether they met an objective: the share that did, by tier."""
+    of_those = f'sum by (admission_tier) (rate({name}_total{{{POOL}, admission_slo="met"}}[$__rate_interval]))'
+    return f"{of_those} / ({rate(name, 'admission_tier')} > 0)"
+
+
 def share(name: str) -> str:
     """Tokens by tier, as a part of the pool's."""
     return f"{gauge(name)} / on () group_left () {largest('admission_capacity_tokens')}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from panels import LENT, RESERVE, Json, Query, figure, graph, table
-from queries import BY_TIER, POOL, gauge, increase, largest, mean, promised, quantiles, rate, share, total
+from queries import BY_TIER, POOL, gauge, increase, largest, mean, met, promised, quantiles, rate, share, total
 
 
 def now() -> list[Json]:
@@ -72,6 +72,24 @@ def waiting() -> list[Json]:
             "engine's. A point opens the trace of a request. Dashed: slo.ttft.",
             "s",
             [*quantiles("admission_time_to_first_token_seconds"), promised("admission_slo_ttft_seconds")],
+        ),
+        graph(
+            "SLO met",
+            "Of tiers with slo.hold: the share of requests within slo.ttft and slo.tpot, of those that less important "
+            "work can have made late. Dashed: slo.hold.",
+            "percentunit",
+            [Query(met("admission_guard_requests"), BY_TIER), promised("admission_slo_hold")],
+        ),
+        graph(
+            "Room beside an SLO",
+            "Of tiers with slo.hold: less important requests are admitted while the pool is filled to less than the "
+            "share. It falls when the SLO is missed, and rises again. Held below: what less important tiers hold.",
+            "percentunit",
+            [
+                Query(gauge("admission_guard_share"), f"{BY_TIER} share"),
+                Query(gauge("admission_guard_held"), f"{BY_TIER} held below"),
+                Query(gauge("admission_guard_total"), f"{BY_TIER} held by all"),
+            ],
         ),
         graph(
             "Queue",

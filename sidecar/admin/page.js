@@ -2,7 +2,7 @@
 // Draws the events of `overview/stream`. Everything is written as text (textContent) or as a number, never as markup: names
 // and messages come from requests. Nodes are kept from one second to the next, so that focus and selection are, too.
 
-const RULES = { always_first: "always first", reserve: "its reserve", reserve_turn: "its turn", level: "more important", gain: "earns more in time", limit: "this one at its limit", passed_over: "too large to wait for", claim: "waiting for its engine" };
+const RULES = { always_first: "always first", reserve: "its reserve", reserve_turn: "its turn", level: "more important", gain: "earns more in time", limit: "this one at its limit", guarded: "kept for an SLO", passed_over: "too large to wait for", claim: "waiting for its engine" };
 const CUT_AFTER_MS = 5000;
 const at = (id) => document.getElementById(id);
 
@@ -154,6 +154,7 @@ function makeTier(tier) {
   for (const name of ["figures", "tokens", "ahead", "most"]) parts[name].className = "small";
   parts.promises = make("ul", "promises");
   parts.gain = make("div", "promises");
+  parts.guarded = make("div", "promises");
   parts.by = make("ul", "by");
   parts.fill = make("div");
   parts.reserve = make("i", "reserve");
@@ -165,7 +166,7 @@ function makeTier(tier) {
   parts.oldestCell = cell("", "Oldest waiter", parts.oldest, parts.starved, parts.ahead);
   parts.byCell = cell("", "Overtaken, last 5 min", parts.by);
   const node = row(
-    head(make("span", `mark ${color(tier)}`), make("span", "name", tier.tier), parts.promises, parts.gain),
+    head(make("span", `mark ${color(tier)}`), make("span", "name", tier.tier), parts.promises, parts.gain, parts.guarded),
     cell("", "Holds", parts.held, parts.gauge, parts.figures),
     parts.queuedCell, parts.oldestCell, parts.byCell,
     cell("", "Waits, last 5 min", parts.spark, parts.most));
@@ -312,6 +313,7 @@ function gain(parts, tier) {
   const sum = (name) => tier.recent.reduce((total, bucket) => total + bucket[name], 0);
   const offered = sum("offered"), attainable = sum("gain_attainable");
   const met = `${share(sum("met"), offered)} of ${count(offered)} as promised`;
+  put(parts.guarded, tier.guarded);
   put(parts.gain, offered ? `${met}${attainable ? `, ${share(sum("gain_earned"), attainable)} of tokens in time` : ""}` : "");
 }
 

@@ -19,6 +19,7 @@ from sidecar.admission.dry_run.engine_times import EngineTimes, Room
 from sidecar.admission.dry_run.shadow import ShadowRegistry
 from sidecar.admission.engine_pages import EnginePages
 from sidecar.admission.engine_route import EngineHealth, EngineRouting
+from sidecar.admission.guard_watch import GuardWatch
 from sidecar.admission.intake import Appraise, SizedRequest
 from sidecar.admission.pending_aborts import PendingAborts
 from sidecar.admission.policy_snapshot import PolicySnapshot, policy_snapshot
@@ -183,7 +184,8 @@ class AdmissionController:
         self.pending_aborts: Final = PendingAborts(pool.now_us)
         self.watchdog: Final = services.watchdog
         self.watchdog.interval_s = _interval_s(policy)
-        self.watchdog.on_armed.append(self.pending_aborts.follow)
+        self._guard_watch = GuardWatch(pool)
+        self.watchdog.on_armed += [self.pending_aborts.follow, self._guard_watch.look]
         self.is_draining = False
         self.self_views: Final[dict[tuple[str, int], tuple[int, bytes]]] = {}
         self.server: asyncio.Task[object] | None = None
@@ -385,6 +387,7 @@ class AdmissionController:
             *([self.mode_notice(), *self.not_ready()] if self.passes_all else []),
             *self.engine_watch.notices(),
             *self.pool.notices(),
+            *self._guard_watch.notices(),
             *self.identities.notices(),
             *self.monitor.notices(),
         ]

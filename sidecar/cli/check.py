@@ -135,14 +135,20 @@ ALERTS = {
     "queue_wait": ("AdmissionQueueWaitOverSlo",),
     "ttft": ("AdmissionTtftOverSlo",),
     "starvation": ("AdmissionTierStarves", "AdmissionTierStarved"),
+    "hold": ("AdmissionSloGuardInVain",),
 }
 """The alerts of otel/prometheus/rules.yaml that compare with a promise of a tier, by the key of its `slo`."""
 
 
 def silent_alerts(policy: Policy) -> dict[str, str]:
     """The alerts that can never fire, each with the key that no tier has in its `slo`."""
-    lacking = [key for key in ALERTS if all(getattr(tier.slo, f"{key}_s") is None for tier in policy.tiers)]
+    lacking = [key for key in ALERTS if all(getattr(tier.slo, _field(key)) is None for tier in policy.tiers)]
     return {alert: key for key in lacking for alert in ALERTS[key]}
+
+
+def _field(key: str) -> str:
+    """The field of a tier's `slo` that has the key: times are in seconds there."""
+    return key if key == "hold" else f"{key}_s"
 
 
 def _pool_figures(policy: Policy) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def draw(overview: Overview, console: Console) -> Group:
         "",
         _tiers(overview, console),
         *_below((tier.tier, preempted(tier)) for tier in overview.tiers),
+        *_below((tier.tier, tier.guarded) for tier in overview.tiers),
         *_own(overview),
         "",
         *_engines(overview.engines, console.width),

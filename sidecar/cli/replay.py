@@ -87,6 +87,7 @@ class _Command:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.out: TextIO = sys.stderr if "-" in [getattr(args, name) for name in FILES] else sys.stdout
+        self.keys = dict(args.key)
         self.policy: Policy | None = None if args.policy is None else load(args.policy)
         try:
             self.api_key, _ = key_given(args.api_key, args.api_key_file, "--api-key-file")
@@ -99,7 +100,7 @@ class _Command:
         rows, jitter_s = self._schedule(trace)
         tiers = ladder(self.policy, args.mix, rows)
         row_tiers = assign(rows, tiers, args.mix, random.Random(f"{args.seed} tiers"))
-        keyless = [tier for tier in tiers if tier in set(row_tiers) and tier not in args.key]
+        keyless = [tier for tier in tiers if tier in set(row_tiers) and tier not in self.keys]
         if args.by is By.KEY and keyless:
             raise CommandFailed(f"--by key: tier {keyless[0]} has no key; add --key {keyless[0]}=KEY", 2)
         upstream = await self._find()
@@ -148,7 +149,7 @@ class _Command:
 
     def _shared_key(self) -> str | None:
         """The key for tiers without one: the server's own, or that of the tier in the middle."""
-        keys = list(self.args.key.values())
+        keys = list(self.keys.values())
         return self.api_key or (keys[len(keys) // 2] if keys else None)
 
     def _asking(self, tiers: Sequence[str], upstream: ReplayTarget) -> Asking:
@@ -156,7 +157,7 @@ class _Command:
         if engine is NoPriorityEngine and self.policy is not None:
             engine = self.policy.engine
         header = TIER_HEADER if self.policy is None else self.policy.tier_header.decode()
-        return Asking(self.args.by, tiers, engine, header, self.args.key, self._shared_key())
+        return Asking(self.args.by, tiers, engine, header, self.keys, self._shared_key())
 
     def _writer(self, upstream: ReplayTarget) -> Writer:
         args = self.args
@@ -224,32 +225,23 @@ _count = whole_number("number of rows or tokens", 1, 10**9)
 _amount = number("time or factor", 1e9)
 
 
-class _Keys(argparse.Action):
-    """Collects `TIER=KEY`."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, _: str | None = None
-    ) -> None:
-        tier, equals, key = str(values).partition("=")
-        if not equals or not tier or not key or not key.isprintable():
-            # What is wrong is not shown: it may be a key.
-            parser.error("argument --key: write TIER=KEY, such as high=sk-demo")
-        namespace.key = {**namespace.key, tier: key}
+def _tier_key(text: str) -> tuple[str, str]:
+    """A tier and its key. What is wrong is not shown: it may be a key."""
+    tier, _, key = text.partition("=")
+    if not tier or not key or not key.isprintable():
+        raise argparse.ArgumentTypeError("write TIER=KEY, such as high=sk-demo")
+    return tier, key
 
 
-class _KeyFiles(argparse.Action):
-    """Collects the keys of `TIER=FILE` beside those of `TIER=KEY`."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, _: str | None = None
-    ) -> None:
-        tier, equals, file = str(values).partition("=")
-        if not equals or not tier or not file:
-            parser.error("argument --key-file: write TIER=FILE, such as high=high.key")
-        try:
-            namespace.key = {**namespace.key, tier: key_in_file(file, "--key-file")}
-        except ValueError as mistake:
-            parser.error(str(mistake))
+def _tier_key_file(text: str) -> tuple[str, str]:
+    """A tier, and the key in its file."""
+    tier, _, file = text.partition("=")
+    if not tier or not file:
+        raise argparse.ArgumentTypeError("write TIER=FILE, such as high=high.key")
+    try:
+        return tier, key_in_file(file, "--key-file")
+    except ValueError as mistake:
+        raise argparse.ArgumentTypeError(str(mistake)) from None
 
 
 def _add_asking(group: argparse._ArgumentGroup) -> None:
@@ -263,9 +255,9 @@ def _add_asking(group: argparse._ArgumentGroup) -> None:
     add("--control-upstream", action="append", type=server_url, metavar="URL",
         help="play the control there: the engine without a sidecar; repeated, like --upstream")  # fmt: skip
     add("--policy", metavar="DIR", help="a policy file or folder: its tiers, tier header and tokenizer")
-    add("--key", action=_Keys, default={}, metavar="TIER=KEY",
+    add("--key", action="append", type=_tier_key, default=[], metavar="TIER=KEY",
         help="a tier's API key, for --by key; repeated; other users of this machine see it, so better:")  # fmt: skip
-    add("--key-file", action=_KeyFiles, dest="key", default={}, metavar="TIER=FILE",
+    add("--key-file", action="append", type=_tier_key_file, dest="key", metavar="TIER=FILE",
         help="a file that holds a tier's API key; repeated")  # fmt: skip
     add_key(group, "the key for tiers without one", prefix="--api-")
     add("--engine", choices=tuple(ENGINES), help="which engine it is (default: what the server says it is)")

@@ -108,10 +108,6 @@ def run(args: argparse.Namespace) -> int:
     """Serves until a signal. Returns 1 where it could not begin, 2 without a policy, with one line that says why."""
     try:
         args.policy = _policy_path(args.policy)
-    except ValueError as mistake:
-        print(f"sidecar: {mistake}", file=sys.stderr)
-        return 1
-    try:
         log = log_settings(os.environ, args.log_level, args.log_format)
     except ValueError as mistake:
         print(f"sidecar: {mistake}", file=sys.stderr)

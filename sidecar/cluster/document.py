@@ -12,8 +12,9 @@ import msgspec
 
 from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import Amount
-from sidecar.figures import SECONDS, TOKENS, Over, amounts, counter, gauge
+from sidecar.figures import REQUESTS, SECONDS, TOKENS, Over, amounts, counter, gauge
 from sidecar.lengths.documents import EngineSizesDocument
+from sidecar.telemetry import semconv
 from sidecar.telemetry.recent import Bucket, Overtakings
 
 
@@ -75,6 +76,42 @@ class Promised(msgspec.Struct, frozen=True):
         float | None, gauge("admission.slo.starvation", "The longest starvation that the policy promises.", SECONDS)
     ] = None
     tpot_s: float | None = None
+    hold: Annotated[
+        float | None, gauge("admission.slo.hold", "The share of requests that must meet both `ttft` and `tpot`.")
+    ] = None
+
+
+class TierGuard(msgspec.Struct, frozen=True):
+    """How full less important tiers may make the pool beside a tier whose SLO is held (`hold`).
+
+    `requests` counts those of this process since it began, by `met` and `missed`.
+    """
+
+    share: Annotated[
+        float,
+        gauge(
+            "admission.guard.share",
+            "The share of the pool up to which less important requests are admitted, beyond their reserves.",
+        ),
+    ]
+    held: Annotated[float, gauge("admission.guard.held", "The share of the pool that less important tiers hold.")]
+    total: Annotated[float, gauge("admission.guard.total", "The share of the pool that all tiers hold.")]
+    requests: Annotated[
+        dict[str, int],
+        counter(
+            "admission.guard.requests",
+            "Requests by which the guard decides, `met` or `missed`: what less important work can have made late.",
+            REQUESTS,
+            labels=(semconv.ADMISSION_SLO,),
+        ),
+    ]
+    is_in_vain: Annotated[
+        bool,
+        gauge(
+            "admission.guard.in_vain",
+            "1 while the SLO is missed though less important tiers hold no more than their reserves, else 0.",
+        ),
+    ]
 
 
 class TierShare(msgspec.Struct, frozen=True):
@@ -105,14 +142,15 @@ class TierShare(msgspec.Struct, frozen=True):
         int, gauge("admission.lent.tokens", "Tokens of the tier's reserve that other tiers hold.", TOKENS, Over.POOL)
     ]
     slo: Promised
+    guard: TierGuard | None = None
 
 
-class TierView(TierShare, frozen=True):
+class TierView(TierShare, frozen=True, kw_only=True):
     """One tier: what it holds and has waiting in the pool. `recent` and `overtaken_by` are this process's last five
     minutes.
 
     `is_at_limit` where others pass its oldest request because the tier has all that its own `limit` allows: it does not
-    starve.
+    starve. `guarded` is half a sentence about a tier whose SLO is held; empty for others.
     """
 
     level: int
@@ -121,6 +159,7 @@ class TierView(TierShare, frozen=True):
     recent: list[Bucket]
     overtaken_by: dict[str, Overtakings]
     is_at_limit: bool = False
+    guarded: str = ""
 
 
 class PoolFigures(msgspec.Struct, frozen=True):

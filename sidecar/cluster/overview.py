@@ -15,7 +15,16 @@ import msgspec
 from sidecar.cluster.document import Overview, RefusalView, TenantView, TierShare, TierView, TierWaits
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.engines import EngineLists, engine_reports, engine_rows
-from sidecar.cluster.phrases import crowd, engine_headline, headline, sentence_for, starving, waits_at_its_limit
+from sidecar.cluster.guards import GuardHistory
+from sidecar.cluster.phrases import (
+    as_guarded,
+    crowd,
+    engine_headline,
+    headline,
+    sentence_for,
+    starving,
+    waits_at_its_limit,
+)
 from sidecar.cluster.report import PeerReports, ReceivedReport, ReplicaReport, pack, read_peers, replica_views
 from sidecar.cluster.sources import Sources
 from sidecar.cluster.tiers import sum_waits, tier_shares, tier_waits
@@ -110,6 +119,7 @@ class PoolOverview:
         self._now_s = now_s
         self._news = asyncio.Event()
         self._engine_lists = EngineLists()
+        self._guards = GuardHistory()
         self._host = socket.gethostname()
         self._peers = PeerReports()
         self._trouble: str | None = None
@@ -206,6 +216,7 @@ class PoolOverview:
     def _own(self, state: Mapping[str, Any], at_s: float) -> ReplicaReport:
         """The report of this process; `state` is its pool's."""
         sources, policy = self._sources, self._sources.policy()
+        self._guards.note(tier_shares(policy, state), at_s)
         replica = state["store"]["replica"] if "store" in state else str(os.getpid())
         counts = state["store"]["own"] if "store" in state else state
         tiers = []
@@ -239,7 +250,13 @@ class PoolOverview:
             recent=lately.buckets,
             overtaken_by=overtaken_by,
             is_at_limit=waits.is_at_limit,
+            guarded=self._guarded(share),
         )
+
+    def _guarded(self, share: TierShare) -> str:
+        if share.guard is None or share.slo.hold is None:
+            return ""
+        return as_guarded(share.guard, share.slo.hold, *self._guards.lately(share))
 
     def _tenants(self) -> list[TenantView]:
         """Tenants that hold most here, then those with most waiting."""

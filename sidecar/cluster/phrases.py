@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sidecar.cluster.document import ReplicaView, TenantView, TierView
+from sidecar.cluster.document import ReplicaView, TenantView, TierGuard, TierView
 from sidecar.durations import short_duration
 from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.policy.choices import Mode
@@ -53,6 +53,14 @@ def as_promised(tiers: Sequence[TierView]) -> str:
             in_time = f", {100 * earned / attainable:.0f}% of tokens in time" if attainable else ""
             said.append(f"{tier.tier} {100 * met / offered:.0f}% of {count(offered)}{in_time}")
     return "; ".join(said)
+
+
+def as_guarded(guard: TierGuard, hold: float, met: int, missed: int) -> str:
+    """Half a sentence about a tier whose SLO is held: what its requests saw lately, and what that leaves to others."""
+    seen = f"{100 * met / (met + missed):.1f}% met of {count(met + missed)}" if met + missed else "none ended lately"
+    room = f"less important work fills to {guard.share:.0%} ({guard.total:.0%} held)"
+    vain = ", and is not why it misses" if guard.is_in_vain else ""
+    return f"{seen} ({100 * hold:.4g}% promised), {room}{vain}"
 
 
 def lease_sizes(rows: Sequence[EngineSizesDocument]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sidecar.cluster.document import OldestWaiter, Promised, TierShare, TierWaits
+from sidecar.cluster.document import OldestWaiter, Promised, TierGuard, TierShare, TierWaits
 from sidecar.cluster.report import ReplicaReport
 from sidecar.engines.view import Amount
 from sidecar.policy.model import Policy
+from sidecar.policy.tier import ServiceObjectives
 from sidecar.pools import Grant
 
 
@@ -22,10 +23,16 @@ def tier_shares(policy: Policy, state: Mapping[str, Any]) -> Sequence[TierShare]
             limit=Amount(**of["limit"]),
             borrowed_tokens=of.get("borrowed", 0),
             lent_tokens=of.get("lent", 0),
-            slo=Promised(tier.slo.ttft_s, tier.slo.queue_wait_s, tier.slo.starvation_s, tier.slo.tpot_s),
+            slo=_promised(tier.slo),
+            guard=TierGuard(**of["guard"]) if "guard" in of else None,
         )
         for tier, of in zip(policy.tiers, state["tiers"], strict=True)
     ]
+
+
+def _promised(slo: ServiceObjectives) -> Promised:
+    hold = None if slo.hold is None else float(slo.hold)
+    return Promised(slo.ttft_s, slo.queue_wait_s, slo.starvation_s, slo.tpot_s, hold)
 
 
 def tier_waits(state: Mapping[str, Any], oldest: Sequence[Grant | None], replica: str = "") -> Sequence[TierWaits]:

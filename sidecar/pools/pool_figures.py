@@ -89,7 +89,7 @@ class ReportedPool:
         """The pool's present state, for people and dashboards: JSON types only."""
         rules, usage = self._usage()
         own = {"leases": self._requests.held(), "waiting": len(self._requests.waiting)}
-        state = pool_state(rules, usage, **own)
+        state = pool_state(rules, usage, self.guards(), **own)
         if self._size is not None:
             state["engine"] = self._size.state()
         if self._link.is_shared:

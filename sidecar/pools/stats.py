@@ -15,6 +15,7 @@ from typing import NamedTuple
 from sidecar.events import Obstacle
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
 from sidecar.pools.base import Ask
+from sidecar.pools.guards import GuardFigures
 
 
 class TierUsage(NamedTuple):
@@ -26,19 +27,28 @@ class TierUsage(NamedTuple):
     queued_requests: int
 
 
-def pool_state(rules: PoolRules, tiers: Sequence[TierUsage], *, leases: int, waiting: int) -> dict[str, object]:
-    """The pool's present state, in JSON types; an unbounded figure is null. `borrowed` and `lent` are tokens."""
+def pool_state(
+    rules: PoolRules, tiers: Sequence[TierUsage], guards: Sequence[GuardFigures], *, leases: int, waiting: int
+) -> dict[str, object]:
+    """The pool's present state, in JSON types; an unbounded figure is null. `borrowed` and `lent` are tokens.
+
+    A tier whose SLO is held has `guard`.
+    """
     held, reserves = [tier.held_tokens for tier in tiers], [tier.reserve_tokens for tier in rules.tiers]
     lending = loans(held, reserves, [tier.headroom_tokens for tier in rules.tiers], rules.tokens)
+    guard_states = {guard.tier: {"guard": _guard_state(guard)} for guard in guards}
     return {
         "capacity": {"tokens": bounded(rules.tokens), "requests": bounded(rules.requests)},
         "leases": leases,
         "waiting": waiting,
-        "tiers": [_tier_state(*tier) for tier in zip(rules.tiers, tiers, lending, strict=True)],
+        "tiers": [
+            _tier_state(tier, usage, loan) | guard_states.get(tier.name, {})
+            for tier, usage, loan in zip(rules.tiers, tiers, lending, strict=True)
+        ],
     }
 
 
-def _tier_state(rules: TierRules, figures: TierUsage, loan: Loan) -> Mapping[str, object]:
+def _tier_state(rules: TierRules, figures: TierUsage, loan: Loan) -> dict[str, object]:
     return {
         "tier": rules.name,
         "held": {"tokens": figures.held_tokens, "requests": figures.held_requests},
@@ -47,6 +57,16 @@ def _tier_state(rules: TierRules, figures: TierUsage, loan: Loan) -> Mapping[str
         "limit": {"tokens": bounded(rules.limit_tokens), "requests": bounded(rules.limit_requests)},
         "borrowed": loan.borrowed,
         "lent": loan.lent,
+    }
+
+
+def _guard_state(figures: GuardFigures) -> Mapping[str, object]:
+    return {
+        "share": figures.share,
+        "held": figures.below,
+        "total": figures.total,
+        "requests": {"met": figures.met, "missed": figures.missed},
+        "is_in_vain": figures.is_in_vain,
     }
 
 

@@ -38,9 +38,9 @@ STALE_AFTER = 15
 """Decisions after which requests that were too few to decide count no more: the engine has other work by then."""
 CUT = 0.7
 """Of g that is left after a cut. Less important answers run on for 5 to 20 s, so that others may follow."""
-FAST, SLOW, NEAR = 0.07, 0.005, 0.95
+FAST, SLOW, NEAR = 0.08, 0.006, 0.95
 """Growth of g in a decision: fast below `NEAR` of where it failed last, else slow. Fast doubles g in 20 s, as long as
-answers take to show that it was too much. Slow takes 40 s for a tenth, so that it fails rarely."""
+answers take to show that it was too much. Slow takes 30 s for a tenth, so that it fails rarely."""
 
 
 class GuardedPeriod(NamedTuple):

@@ -181,6 +181,7 @@ def in_words(rule: str, by: str, tier: str) -> str:
         "gain": f"{by} earned more in that time",
         "level": f"{by} is more important",
         "limit": f"{tier} was at its limit",
+        "guarded": f"the SLO of a more important tier left no room to {tier}",
         "passed_over": f"{tier} asked for more than the reserves of the others leave",
         CLAIM: f"{tier if by != tier else 'it'} waited for its own engine",
     }.get(rule, f"of the rule {rule}")

@@ -15,10 +15,13 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from sidecar.extras import how_to_install
 from sidecar.server import CannotServe
+from sidecar.server.server import wait_first
 from sidecar.workers.restarts import Restarts, how_it_ended
 
 _LOOK_S = 0.01
@@ -60,13 +63,25 @@ class OwnStore:
         """For SIDECAR_STORE."""
         return f"unix://{self._socket}"
 
-    async def listens(self) -> None:
-        """Returns when it can be reached."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Runs it while the block runs, which begins when it listens.
+
+        The task raises CannotServe where it ends too often, and the block where it does not start.
+        """
+        keeping = asyncio.get_running_loop().create_task(self._keep(), name="sidecar store")
+        try:
+            await wait_first(keeping, self._listens())
+            yield keeping
+        finally:
+            keeping.cancel()
+            await asyncio.wait((keeping,))
+
+    async def _listens(self) -> None:
         while not self._socket.exists():  # noqa: ASYNC110  # another process makes it
             await asyncio.sleep(_LOOK_S)
 
-    async def keep(self) -> None:
-        """Runs it, again and again. Raises CannotServe where it does not start, or ends too often."""
+    async def _keep(self) -> None:
         restarts = Restarts()
         while True:
             since_s = time.monotonic()

@@ -7,8 +7,8 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -71,16 +71,15 @@ async def supervise(
         refuse_own_addresses(upstreams(settings.upstream, policy), (clients, admin))
         environment = dict(os.environ)
         environment.pop(TAKE_OVER_VARIABLE, None)
-        store = None if has_store or policy.is_bare else OwnStore(folder)
-        if store is not None:
-            environment[STORE_VARIABLE] = store.url
         crew = Crew(settings, workers, log, environment, folder, listener=listener)
         stack.push_async_callback(crew.close)
         signals = Signals(crew.reload)
         stack.enter_context(signals.caught())
         kept: list[asyncio.Task[None]] = []
-        if store is not None:
-            kept.append(await stack.enter_async_context(_running(store)))
+        if not has_store and not policy.is_bare:
+            store = OwnStore(folder)
+            environment[STORE_VARIABLE] = store.url
+            kept.append(await stack.enter_async_context(store.running()))
         async with serving_pages(AdminGuard(WorkerPages(crew), access), admin):
             try:
                 kept += crew.start()
@@ -94,18 +93,6 @@ async def supervise(
                 await wait_first(*kept, signals.first.wait())
             finally:
                 await crew.end(settings.grace_s, signals.second)
-
-
-@asynccontextmanager
-async def _running(store: OwnStore) -> AsyncIterator[asyncio.Task[None]]:
-    """Runs the store while the block runs, which begins when it listens. The task raises CannotServe."""
-    keeping = asyncio.get_running_loop().create_task(store.keep(), name="sidecar store")
-    try:
-        await wait_first(keeping, store.listens())
-        yield keeping
-    finally:
-        keeping.cancel()
-        await asyncio.wait((keeping,))
 
 
 def _checked(settings: ServeSettings, policy: Policy) -> ServeSettings:

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -42,7 +41,7 @@ _Reporter = Callable[[Report], None]
 def main(begin: str) -> int:
     """Serves until the supervisor or a signal ends it. Standard input is the channel; `begin` is a `Begin` in JSON."""
     settings = msgspec.json.decode(begin, type=Begin)
-    _mark_log_lines(settings.worker)
+    logging.LogRecord.worker = settings.worker  # type: ignore[attr-defined]  # a field of every line
     with socket.socket(fileno=0) as channel:
         threading.Thread(target=_end_alone, args=(channel, settings.pages), daemon=True).start()
         report = partial(_report, channel)
@@ -65,17 +64,6 @@ def _end_alone(channel: socket.socket, pages: str) -> None:
 def _report(channel: socket.socket, report: Report) -> None:
     with contextlib.suppress(OSError):  # the supervisor is gone
         channel.sendall(msgspec.json.encode(report) + b"\n")
-
-
-def _mark_log_lines(worker: int) -> None:
-    make = logging.getLogRecordFactory()
-
-    def marked(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make(*args, **kwargs)
-        record.worker = worker
-        return record
-
-    logging.setLogRecordFactory(marked)
 
 
 def _serve(begin: Begin, report: _Reporter) -> Exception | None:

@@ -1,11 +1,11 @@
-"""Requests wait with the size of when they came, and are sized again at their admission."""
+"""Requests wait with the size of when they came, and are sized again at their admission: `pools/test_sized_anew`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 from sidecar import AdmissionMiddleware
 from tests.support.middleware import CHAT, Caller, answer, chat, whole_body
 from tests.support.serving import serving
-from tests.support.shared_pools import begun_store
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -28,26 +27,21 @@ anonymous: normal
 endpoints: {{{CHAT}: {{}}}}
 """
 QUEUED = 600
-LARGE = "large"
 
 
 class Engine:
-    """Its answers have `output` tokens. `answer` lets so many more of them go, `large_ends` those of another model."""
+    """Its answers have 10 tokens. `answer` lets so many more of them go."""
 
     def __init__(self) -> None:
-        self.output = 10
-        self.running = self.answered = 0
-        self.large_ends = asyncio.Event()
+        self.running = 0
         self._turns = asyncio.Semaphore(0)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        is_large = json.loads(await whole_body(receive))["model"] == LARGE
+        await whole_body(receive)
         self.running += 1
-        await (self.large_ends.wait() if is_large else self._turns.acquire())
+        await self._turns.acquire()
         self.running -= 1
-        self.answered += 1
-        usage = {"prompt_tokens": 4, "completion_tokens": self.output}
-        await answer(send, json.dumps({"usage": usage}).encode())
+        await answer(send, b'{"usage": {"prompt_tokens": 4, "completion_tokens": 10}}')
 
     def answer(self, requests: int) -> None:
         for _ in range(requests):
@@ -62,9 +56,9 @@ class Queue:
         self._asked: list[asyncio.Task[None]] = []
         self._callers: list[Caller] = []
 
-    def ask(self, requests: int, **fields: Any) -> None:
+    def ask(self, requests: int) -> None:
         """Requests that come at once."""
-        body = json.dumps(chat(**{"max_tokens": 3900, **fields})).encode()
+        body = json.dumps(chat(max_tokens=3900)).encode()
         callers = [Caller(self._middleware, body) for _ in range(requests)]
         self._callers += callers
         self._asked += [caller.begin() for caller in callers]
@@ -88,52 +82,22 @@ class Queue:
         assert {caller.status for caller in self._callers} == {200}
 
 
-@pytest.fixture(params=["one process", "a store"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    with begun_store(tmp_path) if request.param == "a store" else nullcontext() as server:
-        yield "" if server is None else f"store: {server.url}\n"
-
-
 @asynccontextmanager
-async def queueing(folder: Path, store: str) -> AsyncIterator[Queue]:
+async def queueing(folder: Path) -> AsyncIterator[Queue]:
     path = folder / "policy.yaml"
-    path.write_text(POLICY + store)
+    path.write_text(POLICY)
     engine = Engine()
     middleware = AdmissionMiddleware(engine, path)
     async with serving(middleware):
         yield Queue(engine, middleware)
 
 
-async def test_a_queue_that_came_before_lengths_were_learned_runs_at_once_when_they_are(
-    tmp_path: Path, store: str
-) -> None:
+async def test_a_queue_that_came_before_lengths_were_learned_runs_at_once_when_they_are(tmp_path: Path) -> None:
     """By the sizes with which they came the pool holds ten of them."""
-    async with queueing(tmp_path, store) as queue:
+    async with queueing(tmp_path) as queue:
         queue.ask(QUEUED)
         await until(lambda: queue.waiting == QUEUED - 10)
         queue.engine.answer(100)
         await until(lambda: queue.engine.running == QUEUED - 100)
         assert queue.held_tokens <= POOL_TOKENS
-        await queue.end()
-
-
-async def test_a_queue_that_came_before_answers_became_long_does_not_overfill_the_engine(
-    tmp_path: Path, store: str
-) -> None:
-    """By the sizes with which they came the pool holds all of them."""
-    async with queueing(tmp_path, store) as queue:
-        queue.ask(100)
-        queue.engine.answer(100)
-        await until(lambda: queue.engine.answered == 100 and not queue.held_tokens)
-        queue.ask(1, model=LARGE, max_tokens=POOL_TOKENS - 1000)
-        await until(lambda: queue.engine.running == 1)
-        queue.ask(QUEUED)
-        await until(lambda: queue.engine.running == 1 + 49)
-        queue.engine.output = 3000
-        queue.engine.answer(49)
-        await until(lambda: queue.engine.answered >= 100 + 49)
-        queue.engine.large_ends.set()
-        await until(lambda: queue.held_tokens > POOL_TOKENS * 0.9)
-        assert queue.held_tokens < POOL_TOKENS * 1.25
-        assert queue.engine.running < QUEUED / 4
         await queue.end()

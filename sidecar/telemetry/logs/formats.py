@@ -87,8 +87,7 @@ def _event(record: logging.LogRecord) -> str | None:
 
 
 def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
-    given = record.__dict__
-    return ((name, given[name]) for name in FIELDS if given.get(name) is not None)
+    return ((name, value) for name in FIELDS if (value := getattr(record, name, None)) is not None)
 
 
 def _utc(created_s: float) -> str:

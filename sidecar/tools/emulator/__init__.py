@@ -1,6 +1,6 @@
 """Emulated OpenAI-compatible engine without a GPU, with a real engine's contract and errors.
 
-`Emulator(EmulatorConfig(engine=Vllm)).app` is an ASGI app. `steps` is the step model on its own.
+`Emulator(EmulatorConfig(engine=Vllm)).app` is an ASGI app.
 """
 
 from __future__ import annotations

@@ -58,12 +58,7 @@ def server_info(config: EmulatorConfig) -> dict[str, Any] | None:
         "internal_states": [
             {
                 "effective_max_running_requests_per_dp": config.steps.max_sequences,
-                "memory_usage": {
-                    "weight": 0.0,
-                    "kvcache": 0.0,
-                    "token_capacity": config.kv_capacity_tokens,
-                    "graph": 0.0,
-                },
+                "memory_usage": {"token_capacity": config.kv_capacity_tokens},
             }
         ],
     }

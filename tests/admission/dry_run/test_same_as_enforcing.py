@@ -38,7 +38,6 @@ class Planned:
     tokens: int
     runs_us: int
     patience_us: int | None
-    is_stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,33 +84,9 @@ class Engine:
         await send({"type": "http.response.body", "body": b"{}"})
 
 
-FIRST_BYTE_US, TOKEN_US = 40_000, 10_000
-
-
-class StreamingEngine:
-    """The same for streams: the first byte after a time that is always the same, and a token every 10 ms."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        headers = dict(scope["headers"])
-        await receive()
-        gone = asyncio.ensure_future(receive())
-        await asyncio.wait((gone,), timeout=FIRST_BYTE_US / 1e6)
-        if gone.done():
-            return
-        gone.cancel()
-        tokens = int(headers[b"x-runs-us"]) // TOKEN_US
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for number in range(tokens):
-            if number:
-                await asyncio.sleep(TOKEN_US / 1e6)
-            await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
-        usage = b'data: {"usage": {"prompt_tokens": 8, "completion_tokens": %d}}\n\n' % tokens
-        await send({"type": "http.response.body", "body": usage})
-
-
 async def one(sidecar: TestedMiddleware, number: int, planned: Planned) -> None:
     await asyncio.sleep(planned.at_us / 1e6)
-    body = chat(max_tokens=planned.tokens, priority=planned.tier, stream=planned.is_stream)
+    body = chat(max_tokens=planned.tokens, priority=planned.tier)
     headers = [(b"x-request-id", b"%d" % number), (b"x-runs-us", b"%d" % planned.runs_us)]
     caller = Caller(sidecar, msgspec.json.encode(body), headers=headers)
     calling = caller.begin()
@@ -126,7 +101,7 @@ async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | No
     """Plays a load through a sidecar; returns what became of each request, in the order of the plan."""
     recorder, found = recorder or Recorder(), list[Observed]()
     sidecar = TestedMiddleware(
-        StreamingEngine() if plan[0].is_stream else Engine(),
+        Engine(),
         policy=with_policy,
         pool=Pool(with_policy, virtual_now_us),
         dialect=with_policy.engine(with_policy.carrier),
@@ -138,13 +113,6 @@ async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | No
     await asyncio.sleep(60)  # shadows outlive their requests
     assert len(sidecar.shadows) == 0
     assert (sidecar.pool.state()["leases"], sidecar.pool.state()["waiting"]) == (0, 0)
-    if plan[0].is_stream and with_policy.mode is Mode.OBSERVE:
-        learned = sidecar.engine_times.speed
-        assert learned.first.chosen is not None
-        assert learned.first.line is not None  # else the request's own times would be all there is
-        for prompt, _ in learned.first.chosen.points:
-            assert learned.first.line.at(prompt) == pytest.approx(FIRST_BYTE_US, abs=TOLERANCE_US)
-        assert learned.token.at(3) == pytest.approx(TOKEN_US, abs=TOLERANCE_US)
     became = {}
     if with_policy.mode is Mode.OBSERVE:
         became = {one.request_id: Became(one.code, one.queue_wait_us, one.starvation_us) for one in found}
@@ -179,7 +147,7 @@ def alike(folder: Path, plan: list[Planned], **changes: str) -> tuple[list[Becam
     assert [one.code for one in observed] == [one.code for one in enforced]
     for would, did in zip(observed, enforced, strict=True):
         assert would.queue_wait_us == pytest.approx(did.queue_wait_us, abs=TOLERANCE_US)
-        if not changes and not plan[0].is_stream:
+        if not changes:
             assert would.starvation_us == pytest.approx(did.starvation_us, abs=TOLERANCE_US)
     return enforced, recorder
 
@@ -198,17 +166,3 @@ def test_so_it_is_where_running_requests_give_their_room_to_more_important_ones(
     plan = [replace(planned, patience_us=None) for planned in load(seed)]
     _, recorder = alike(tmp_path, plan, critical="preempt_after: 20ms", batch="preemptible: true, ")
     assert sum(isinstance(event, Preempted) for story in recorder.stories for event in story.events) > 3
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_so_it_is_where_the_engines_times_were_learned(seed: int, tmp_path: Path) -> None:
-    plan = [
-        replace(
-            planned,
-            is_stream=True,
-            patience_us=None if planned.patience_us is None else planned.patience_us % FIRST_BYTE_US,
-        )
-        for planned in load(seed)
-    ]
-    enforced, _ = alike(tmp_path, plan)
-    assert {one.code for one in enforced} == {None, "queue_full", "queue_timeout", "client_left"}
