@@ -49,7 +49,8 @@ class _Held(TurnUser):
     """
 
     __slots__ = (
-        "_stage", "answer", "followed", "is_preempted", "is_sent", "left", "place", "removed", "request", "size", "turn",
+        "_stage", "answer", "followed", "is_preempted", "is_sent", "left", "place", "removed", "request", "size",
+        "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request, place: int, stage: SimulatedEngines, followed: FollowedRequest | None) -> None:
