@@ -240,7 +240,8 @@ class RequestHandler(TurnUser):
             route = self._route = controller.routing.route(request)
             request, self._call = replace(request, hits=route.hits), route.call()
         pool, sizes = controller.pool, controller.lease_sizes
-        request = sized_for(pool, request, sizes, controller.appraiser(snapshot))
+        meter = controller.gain if snapshot.policy.rules.is_by_gain else None
+        request = sized_for(pool, request, sizes, meter, snapshot.tier_names)
         return Turn(
             pool,
             snapshot.policy,
