@@ -11,6 +11,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.answer import Answer, CostReader, EngineCall, without_files
@@ -36,7 +37,7 @@ from sidecar.admission.forwarding import (
     show_outside,
 )
 from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with_write
-from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
+from sidecar.admission.intake import RequestIntake, SizedRequest, counted, is_upload, sized_for
 from sidecar.admission.pending_aborts import Held
 from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser, refusal_for
@@ -237,14 +238,14 @@ class RequestHandler(TurnUser):
         request, controller, snapshot = await self._read(), self._controller, self._snapshot
         if controller.routing is not None:
             route = self._route = controller.routing.route(request)
-            request.hits, self._call = route.hits, route.call()
+            request, self._call = replace(request, hits=route.hits), route.call()
         pool, sizes = controller.pool, controller.lease_sizes
-        ask = sized_ask(pool, request, sizes, controller.appraiser(snapshot))
+        request = sized_for(pool, request, sizes, controller.appraiser(snapshot))
         return Turn(
             pool,
             snapshot.policy,
             request,
-            ask,
+            request.ask(),
             self,
             reports=self._reporter,
             budgets=controller.usage,
@@ -253,7 +254,8 @@ class RequestHandler(TurnUser):
 
     def entered(self, lease: Lease | None) -> None:
         """See `TurnUser`."""
-        request, snapshot = self._request, self._snapshot
+        request, snapshot = self._turn.request, self._snapshot
+        self._request, self._intake.classification = request, request.classification
         at_us = self._now_us() if lease is None else lease.entered_us
         if snapshot.objectives:
             self._reporter.gain = self._controller.gain.follow(request, snapshot, at_us)
@@ -312,11 +314,11 @@ class RequestHandler(TurnUser):
             if self._timed_out and not is_canceled_again(self._task):
                 intake.check_time(self._now_us())  # raises BodyTimeout
             raise
-        self._request, self._body, self._is_read = request, request.body, True
+        self._request, self._body, self._is_read = request, request.payload.body, True
         if self._controller.controllers:  # each model has its own
             self._controller = self._controller.controller_for(request)
         if self._snapshot.estimator.counter is not None:
-            await count_tokens(request, self._snapshot)
+            request = await counted(request, self._snapshot)
         return request
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
@@ -338,7 +340,8 @@ class RequestHandler(TurnUser):
 
     def _forward(self, grant: Grant) -> tuple[Scope, Receive, Send]:
         """The request as the engine should see it, for the app. It is settled when its response is sent."""
-        controller, request, snapshot, lease = self._controller, self._request, self._snapshot, self._lease
+        controller, request, snapshot, lease = self._controller, self._turn.request, self._snapshot, self._lease
+        self._request = request
         priority = snapshot.priorities[grant.level]
         forward = controller.dialect.forward(self._endpoint.api, priority)
         self._reporter.admitted(grant, priority if forward.is_sent else None)
@@ -555,7 +558,7 @@ class RequestHandler(TurnUser):
         else:
             self.stage = Stage.FOLLOWED
             self._turn.outlast()
-            self._request.drop_body()
+            self._request.payload.drop_text()
             self._controller.background.follow(background, response_id, self._settle_background)
 
     def _settle_background(self, ended: BackgroundEnd) -> None:

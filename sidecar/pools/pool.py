@@ -433,7 +433,7 @@ class Pool(ReportedPool):
             self._run()
 
     def note_slo(self, tier: int, tenant: str, is_missed: bool) -> None:
-        """A request of a tier has met its SLO or missed it; once each. Nothing changes where the tier is not guarded."""
+        """A request of a tier has met its SLO or missed it, once. Nothing changes where that is not guarded."""
         self._member.note_slo(tier, tenant, is_missed=is_missed, now_us=self.now_us())
         self._run_when_due()
 

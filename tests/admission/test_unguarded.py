@@ -1,4 +1,4 @@
-"""Paths that the policy does not guard: what passes and what is refused. Their spellings: `security/test_spellings`."""
+"""Paths that the policy does not guard: what passes and what is refused."""
 
 from __future__ import annotations
 
@@ -48,6 +48,18 @@ SEEN = {
     "tensorrt-llm": ["/v1/messages/batches"],
 }
 """The paths on which real servers were seen to generate without a lease."""
+SPELLINGS = [
+    *(
+        "/below/a/mount/v1/score",
+        "/V1/Score",
+        "/v1\\score",
+        "/v1/%2573core",
+        "/v1%2fscore",
+        "/tokenize%2f..%2fv1/score",
+    ),
+    *("/v1/score;x=1", "/v1;a=b/score", "/v1/score%20", "/v1/score%00", "/v1/responses/a/../../score"),
+]
+"""Those that another router than Starlette's may read as one of them. Starlette's own: `security/test_spellings`."""
 
 
 def request(method: str, path: str, body: bytes = BODY, *headers: str) -> bytes:
@@ -167,7 +179,7 @@ async def test_an_apps_own_routes_pass(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "paths"),
-    [("sglang", ["/v1/score", "/generate", "/below/a/mount/v1/score"]), ("vllm", [CHAT + "/batch"])],
+    [("sglang", ["/v1/score", "/generate", *SPELLINGS]), ("vllm", [CHAT + "/batch"])],
 )
 async def test_the_engines_generating_paths_do_not(engine: str, paths: list[str]) -> None:
     app = App()
