@@ -1,6 +1,6 @@
 """Guarded tiers of a run: their pool hears which requests met the objective, and the shares that it decides are kept.
 
-A request is reported as one of HTTP is (`admission.slo_report`), by what happens in the engines instead of what the
+A request is reported as one of HTTP is (`admission.slo_follower`), by what happens in the engines instead of what the
 sidecar sees of it. No miss is a first token that an idle engine would not have in time, nor a request that was
 preempted, or whose client has left.
 """
@@ -13,17 +13,14 @@ from functools import partial
 import msgspec
 
 from sidecar.admission.policy_snapshot import objective_for
-from sidecar.admission.slo_report import SloReport
+from sidecar.admission.slo_follower import SloFollower
 from sidecar.gain.token_deadlines import Objective
 from sidecar.policy.model import Policy
 from sidecar.policy.tier import Tier
-from sidecar.pools import Lease, Pool
+from sidecar.pools import Pool
 from sidecar.scheduling.guarded import DECIDE_EVERY_US
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import SimulatedEngines
-
-CHECKED_AFTER_S = 0.25
-"""A first token that is overdue is noticed so much later, as by the product's watchdog."""
 
 
 class GuardResult(msgspec.Struct, frozen=True):
@@ -52,56 +49,6 @@ class _GuardedTier:
         self.tokens_below = 0
 
 
-class FollowedRequest:
-    """One request of a guarded tier, from its arrival on."""
-
-    def __init__(self, guards: SimulatedGuards, request: Request, objective: Objective, report: SloReport) -> None:
-        self._guards, self._request, self._objective, self._report = guards, request, objective, report
-        self._lease: Lease | None = None
-        self._timer = guards.stage.loop.call_later(objective.ttft_us / 1e6, self._check)
-
-    def entered(self, lease: Lease | None) -> None:
-        """The pool has taken it."""
-        self._lease = lease
-        if lease is not None and lease.grant is None:
-            self._report.queued(partial(self._guards.pool.obstacle, lease.ask))
-
-    def first_token(self) -> None:
-        """Its first token came."""
-        self._timer.cancel()
-        self._first(is_missed=self._guards.stage.loop.now_us >= self._report.due_us)
-
-    def preempted(self) -> None:
-        """More important work has its room now."""
-        self._report.excuse()
-
-    def finished(self) -> None:
-        """Its answer is complete."""
-        request = self._request
-        assert request.first_us is not None
-        later_us = self._guards.stage.loop.now_us - request.first_us
-        self._report.complete(is_slow=later_us > (request.output - 1) * self._objective.tpot_us)
-
-    def ended(self, *, is_abandoned: bool) -> None:
-        """It gets no answer."""
-        self._timer.cancel()
-        if not is_abandoned and self._report.ends(self._guards.stage.loop.now_us):
-            self._first(is_missed=True)
-
-    def _check(self) -> None:
-        loop = self._guards.stage.loop
-        if self._report.is_overdue(loop.now_us, waits=self._lease is None or self._lease.grant is None):
-            self._first(is_missed=True)
-        elif not self._report.is_first_known:
-            self._timer = loop.call_later(CHECKED_AFTER_S, self._check)
-
-    def _first(self, *, is_missed: bool) -> None:
-        idle_us = self._guards.stage.model.idle_first_us(self._request.prompt)
-        if is_missed and idle_us >= self._objective.ttft_us:
-            self._report.excuse()
-        self._report.first_token(is_missed=is_missed)
-
-
 class SimulatedGuards:
     """The guarded tiers of a policy, in one run."""
 
@@ -114,7 +61,7 @@ class SimulatedGuards:
                 self._tiers[tier.level] = _GuardedTier(tier, objective)
         self._began_us = self._looked_us = -1
 
-    def follow(self, request: Request) -> FollowedRequest | None:
+    def follow(self, request: Request) -> SloFollower | None:
         """Follows a request that comes now; None where its tier is not guarded."""
         self._look()
         guarded = self._tiers.get(request.tier)
@@ -122,7 +69,11 @@ class SimulatedGuards:
             return None
         note = partial(self.pool.note_slo, request.tier, request.tenant)
         objective = guarded.objective
-        return FollowedRequest(self, request, objective, SloReport(note, request.at_us + objective.ttft_us))
+
+        def is_too_long() -> bool:
+            return self.stage.model.idle_first_us(request.prompt) >= objective.ttft_us
+
+        return SloFollower(self.pool, objective, request.at_us, note, is_too_long)
 
     def finished(self, request: Request) -> None:
         """An answer is complete."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from sidecar.admission.intake import SizedRequest, sized_for
 from sidecar.admission.policy_snapshot import objective_for
 from sidecar.admission.request_gain import GainMeter
+from sidecar.admission.slo_follower import SloFollower
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
@@ -30,7 +31,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
 from sidecar.pools import Lease, Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.tools.simulate.guarded import FollowedRequest, GuardResult, SimulatedGuards
+from sidecar.tools.simulate.guarded import GuardResult, SimulatedGuards
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, SimulatedEngines
 
@@ -52,7 +53,7 @@ class _Held(TurnUser):
         "turn",
     )  # fmt: skip
 
-    def __init__(self, request: Request, place: int, stage: SimulatedEngines, followed: FollowedRequest | None) -> None:
+    def __init__(self, request: Request, place: int, stage: SimulatedEngines, followed: SloFollower | None) -> None:
         self.request = request
         self.followed = followed
         self.place = place
@@ -160,7 +161,8 @@ class ProductAdmission:
             self._sizes.learn(expected, held.answer, is_complete=True)
         held.turn.lease.settle(request.prompt + request.output)
         if held.followed is not None:
-            held.followed.finished()
+            assert request.first_us is not None
+            held.followed.finished(self._stage.loop.now_us - request.first_us, request.output)
         self._guards.finished(request)
         held.removed.set_result(False)
 
@@ -189,6 +191,8 @@ class ProductAdmission:
                         grant = await turn.requeue()
                         continue
                     held.is_sent = True
+                    if held.followed is not None:
+                        held.followed.granted()
                     held.removed = self._stage.loop.create_future()
                     if (expected := turn.request.expected) is not None:
                         held.size = self._sizes.begin(expected, turn.lease, held.answer, streams=True)
@@ -243,7 +247,9 @@ class ProductAdmission:
     def _end(self, request: Request, why: str) -> None:
         held = self._held.pop(request)
         if held.followed is not None:
-            held.followed.ended(is_abandoned=why == ABANDONED)
+            if why != ABANDONED:
+                held.followed.refused()
+            held.followed.close()
         self._stage.refuse(request, why)
 
 
