@@ -47,6 +47,7 @@ from sidecar.pools import Ask, Pool
 from sidecar.scheduling.tickets import TicketGain
 
 if TYPE_CHECKING:
+    from sidecar.admission.request_gain import GainMeter
     from sidecar.payload.content_codings import PackedBody
 
 MAX_WAIT_HEADER = b"x-admission-max-wait"
@@ -363,12 +364,10 @@ async def counted(request: SizedRequest, snapshot: PolicySnapshot) -> SizedReque
     return replace(request, prompt_tokens=prompt_tokens, tokens=tokens)
 
 
-Appraise = Callable[[SizedRequest], TicketGain | None]
-"""The figures of a sized request's gain."""
-
-
-def sized_for(pool: Pool, request: SizedRequest, sizes: LeaseSizes, appraise: Appraise | None = None) -> SizedRequest:
-    """The request as it asks for room in a pool. `appraise` gives it the figures of its gain once it is sized."""
+def sized_for(
+    pool: Pool, request: SizedRequest, sizes: LeaseSizes, meter: GainMeter | None, tier_names: Sequence[bytes]
+) -> SizedRequest:
+    """The request as it asks for room in a pool. `meter` is there where the pool orders by gain."""
     if request.requests > 1:
         request = replace(request, requests=request.list_size(pool))
     if request.payload.unsized is not None:  # unlimited tokens are not counted
@@ -376,7 +375,7 @@ def sized_for(pool: Pool, request: SizedRequest, sizes: LeaseSizes, appraise: Ap
         request = replace(request, tokens=max(request.tokens, most if most < UNLIMITED else 0))
     elif sizes.learns:
         request = request.expecting(sizes, pool)
-    return request if appraise is None else replace(request, gain=appraise(request))
+    return request if meter is None else replace(request, gain=meter.appraise(request, tier_names))
 
 
 def _default_output(policy: Policy, level: int, cap: int | None) -> int:

@@ -1,13 +1,12 @@
 """One admitted request, from its first byte to its released lease.
 
-Its stages are those of `Stage`. Whatever raises or is canceled, the lease is released exactly once.
+Its stages are those of `turn.Stage`. Whatever raises or is canceled, the lease is released exactly once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,7 @@ from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with
 from sidecar.admission.intake import RequestIntake, SizedRequest, counted, is_upload, sized_for
 from sidecar.admission.pending_aborts import Held
 from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
-from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser, refusal_for
+from sidecar.admission.turn import EndCause, Stage, Turn, TurnEnded, TurnUser, refusal_for
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
@@ -54,25 +53,6 @@ from sidecar.pools import Grant, Lease
 from sidecar.tasks import is_canceled_again
 
 CUT = "CancelledError"  # `Settled.error` of a request that the server cut off
-
-
-class Stage(IntEnum):
-    """The stages of one admitted request.
-
-        READING -> WAITING -> RUNNING -> OVER      (WAITING ends at once where there is room)
-           |        |  ^       |  |       ^
-           |        |  +-------+  |       |        (preempted, or the engine could not be reached)
-           |        |             +-> FOLLOWED     (a background response runs on after its request is answered)
-           +--------+-> OVER                       (refused, or the client disconnected)
-
-    A request costs less where nothing checks this while it runs. The tests check every step of every request in them.
-    """
-
-    READING = 0
-    WAITING = 1
-    RUNNING = 2
-    FOLLOWED = 3
-    OVER = 4
 
 
 class RequestHandler(TurnUser):
@@ -240,17 +220,10 @@ class RequestHandler(TurnUser):
             route = self._route = controller.routing.route(request)
             request, self._call = replace(request, hits=route.hits), route.call()
         pool, sizes = controller.pool, controller.lease_sizes
-        request = sized_for(pool, request, sizes, controller.appraiser(snapshot))
-        return Turn(
-            pool,
-            snapshot.policy,
-            request,
-            request.ask(),
-            self,
-            reports=self._reporter,
-            budgets=controller.usage,
-            sizes=sizes,
-        )
+        meter = controller.gain if snapshot.policy.rules.is_by_gain else None
+        request = sized_for(pool, request, sizes, meter, snapshot.tier_names)
+        ask, budgets = request.ask(), controller.usage
+        return Turn(pool, snapshot.policy, request, ask, self, reports=self._reporter, budgets=budgets, sizes=sizes)
 
     def entered(self, lease: Lease | None) -> None:
         """See `TurnUser`."""

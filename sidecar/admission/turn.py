@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,25 @@ from sidecar.tenants.tenant_usage import TenantUsage
 
 _PREEMPTED = (Obstacle.PREEMPTED, "its room went to a more important request")
 _UNANSWERED = (Obstacle.ENGINE, "its engine did not answer it")
+
+
+class Stage(IntEnum):
+    """The stages of one admitted request.
+
+        READING -> WAITING -> RUNNING -> OVER      (WAITING ends at once where there is room)
+           |        |  ^       |  |       ^
+           |        |  +-------+  |       |        (preempted, or the engine could not be reached)
+           |        |             +-> FOLLOWED     (a background response runs on after its request is answered)
+           +--------+-> OVER                       (refused, or the client disconnected)
+
+    A request costs less where nothing checks this while it runs. The tests check every step of every request in them.
+    """
+
+    READING = 0
+    WAITING = 1
+    RUNNING = 2
+    FOLLOWED = 3
+    OVER = 4
 
 
 class EndCause(Enum):
@@ -184,7 +203,7 @@ class Turn:
                 ask = self._budgets.within(ask, tenant, self._pool)
                 level = ask.tier
             self._lease = lease = await self._pool.enter(ask)
-            level = lease.tier
+            level = lease.ask.tier
             if lease.grant is None and self._sizes is not None and self.request.expected is not None:
                 lease.size_now = partial(self._size_now, self._sizes)
         except QueueFull as full:

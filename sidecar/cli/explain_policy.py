@@ -173,8 +173,7 @@ class RequestExplanation:
         if policy.engines is not None:
             request = replace(request, hits=())  # no engine has anything of its prompt yet
         sizes = LeaseSizes(policy.learn, pool.now_us, LengthEstimator())
-        meter, names = GainMeter(pool.now_us, sizes), self._snapshot.tier_names
-        request = sized_for(pool, request, sizes, lambda request: meter.appraise(request, names))
+        request = sized_for(pool, request, sizes, GainMeter(pool.now_us, sizes), self._snapshot.tier_names)
         self._note_size(request, policy)
         self._found["placement"] = placement(self._policy, policy, self._found["holds"])
         self._found["guards"] = guards(policy, pool, request.classification.level)

@@ -16,9 +16,8 @@ from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tenant import Limits
 from sidecar.pools.alarm import Alarm
-from sidecar.pools.base import Ask, Lease, WaitOutcome
+from sidecar.pools.base import Ask, Clock, Lease, WaitOutcome, monotonic_us
 from sidecar.pools.calls import Cap, Drain, EngineView, Reply, WakeUp
-from sidecar.pools.clock import Clock, monotonic_us
 from sidecar.pools.engine_reports import change_sizes, found_by, placed
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer

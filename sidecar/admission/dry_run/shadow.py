@@ -150,8 +150,10 @@ class ShadowRequest(TurnUser):
 
     def _sized(self) -> Ask:
         """The request's ask of the pool. Its body is not kept."""
-        controller, appraise = self._controller, self._controller.appraiser(self._snapshot)
-        request = self.request = sized_for(self._pool, self.request, controller.lease_sizes, appraise)
+        controller, snapshot = self._controller, self._snapshot
+        meter = controller.gain if snapshot.policy.rules.is_by_gain else None
+        request = sized_for(self._pool, self.request, controller.lease_sizes, meter, snapshot.tier_names)
+        self.request = request
         ask = msgspec.structs.replace(request.ask(), request=hash(request))
         request.payload.drop_text()
         return ask

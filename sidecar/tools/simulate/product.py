@@ -30,7 +30,6 @@ from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
 from sidecar.pools import Lease, Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.scheduling.tickets import TicketGain
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, SimulatedEngines
 
@@ -163,7 +162,7 @@ class ProductAdmission:
         """Takes the request's turn in the pool, as often as it is preempted."""
         request = held.request
         try:
-            sized = sized_for(self._pool, sized, self._sizes, self._appraise)
+            sized = sized_for(self._pool, sized, self._sizes, self._gain, self._names)
             turn = held.turn = Turn(self._pool, self._policy, sized, sized.ask(), held, sizes=self._sizes)
             async with turn as first:
                 grant = first
@@ -204,9 +203,6 @@ class ProductAdmission:
             hits=self._hits(request),
             objective=self._objectives[request.tier],
         )
-
-    def _appraise(self, sized: SizedRequest) -> TicketGain | None:
-        return self._gain.appraise(sized, self._names)
 
     def _hits(self, request: Request) -> tuple[tuple[str, int], ...]:
         if not request.blocks or len(self._stage.engines) == 1:
