@@ -54,7 +54,7 @@ def test_it_is_twice_what_was_measured_rounded_up_and_a_policy_takes_it(
     ("alone", "speed"),
     [
         ([seen(0.05), seen(0.9, 0.02), seen(0.06, 0.011)], IdleSpeed(0.06, 0.011, 1007)),
-        ([seen(0.05, prompt_tokens=None), seen(None)], IdleSpeed(0.05, 0.01, 1000)),
+        ([seen(0.05, prompt_tokens=None), seen(None, prompt_tokens=None)], IdleSpeed(0.05, 0.01, 1000)),
         ([seen(0.05, 0.0), seen(0.05, 0.000001)], None),
         ([seen(None)], None),
         ([], None),
