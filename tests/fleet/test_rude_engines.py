@@ -48,6 +48,17 @@ async def test_a_refusal_is_known_by_its_head_whatever_its_body_does(tmp_path: P
         assert (found.status, found.engine, sidecar.replays) == (200, "b", {"full": 1})
 
 
+@pytest.mark.parametrize("body", [b"", b"{}"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_without_a_body_ends_its_request(tmp_path: Path, body: bytes, stream: bool) -> None:
+    async def empty(connection: Connection, _: Received) -> None:
+        await connection.send(response(body))
+
+    async with fleet_before(tmp_path, empty) as (sidecar, _a):
+        found = await sidecar.ask(stream=stream)
+        assert (found.status, found.body, found.engine) == (200, body, "a")
+
+
 async def not_http(connection: Connection, _: Received) -> None:
     await connection.send(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
     connection.close()
