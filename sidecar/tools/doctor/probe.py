@@ -98,7 +98,7 @@ class Probe:
 
         Raises CannotLook where it answers none.
         """
-        said: list[str] = []
+        refusals: list[str] = []
         # Its usage also shows whether answers report cached tokens, where a switch decides that.
         usage = {"stream_options": {"include_usage": True}} if self._survey.engine.advice.cache_report else None
         for path in (target.path, COMPLETIONS):
@@ -109,8 +109,8 @@ class Probe:
                     return Probed(tried, alone)
                 if alone.status not in (400, 404, 422, 500):
                     raise CannotLook(_refused(tried, alone))
-                said.append(_refused(tried, alone))
-        raise CannotLook(said[0])
+                refusals.append(_refused(tried, alone))
+        raise CannotLook(refusals[0])
 
     async def _find_load(self, probed: Probed, way: PriorityField) -> None:
         """Bursts until enough requests waited, the bound is reached, or time is short."""
