@@ -41,8 +41,8 @@ def differences(runs: Sequence[Sequence[RunResult]]) -> Iterator[str]:
     first = runs[0]
     for other in runs[1:]:
         parts = list(_differing(first, other))
-        said = "; ".join(parts) if parts else "nothing by more than a point"
-        yield f"{other[0].policy} against {first[0].policy}: {said}."
+        changes = "; ".join(parts) if parts else "nothing by more than a point"
+        yield f"{other[0].policy} against {first[0].policy}: {changes}."
 
 
 def _differing(first: Sequence[RunResult], other: Sequence[RunResult]) -> Iterator[str]:
