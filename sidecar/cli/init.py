@@ -411,9 +411,9 @@ def _keys(tenants: Sequence[Mapping[str, Any]]) -> Sequence[str]:
 
 def free_port(first: int, upstreams: Sequence[str] | None = None) -> int:
     """The first port from `first` on that no one listens on here, and that is not an upstream's."""
-    taken = {urlsplit(upstream).port for upstream in upstreams or ()}
+    in_use = {urlsplit(upstream).port for upstream in upstreams or ()}
     ports = range(first, first + _PORTS_TRIED)
-    return next((port for port in ports if port not in taken and _is_free(port)), first)
+    return next((port for port in ports if port not in in_use and _is_free(port)), first)
 
 
 def _is_free(port: int) -> bool:

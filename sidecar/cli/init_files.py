@@ -133,10 +133,10 @@ def with_promise(tiers: StarterTiers, promise: str | None, at_once: int | None) 
 
 def _bodies(names: Collection[str], left_out: tuple[str, ...]) -> Mapping[str, str]:
     """The YAML of these tiers, without the lines that begin so."""
-    taken = _OF_AN_EMERGENCY if _PREEMPTION in left_out else ""
+    dropped = _OF_AN_EMERGENCY if _PREEMPTION in left_out else ""
     return {
         name: "\n".join(line for line in body.split("\n") if not line.strip().startswith(left_out))
-        for name, body in ((name, _TIERS[name].replace(taken, "")) for name in names)
+        for name, body in ((name, _TIERS[name].replace(dropped, "")) for name in names)
     }
 
 

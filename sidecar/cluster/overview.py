@@ -27,9 +27,9 @@ from sidecar.cluster.phrases import (
 )
 from sidecar.cluster.report import PeerReports, ReceivedReport, ReplicaReport, pack, read_peers, replica_views
 from sidecar.cluster.sources import Sources
-from sidecar.cluster.tiers import sum_waits, tier_shares, tier_waits
+from sidecar.cluster.tiers import is_alone, sum_waits, tier_shares, tier_waits
 from sidecar.engines.view import Amount
-from sidecar.events import Refused, StoreState
+from sidecar.events import Refused
 from sidecar.policy.choices import Mode
 from sidecar.pools import StoreError
 from sidecar.tasks import end, is_set_within
@@ -289,8 +289,8 @@ class PoolOverview:
         try:
             peers = await self._sources.pool.share(pack(report))
         except StoreError as reason:
-            is_said = is_alone(self._sources.pool.state())
-            self._trouble = None if is_said else f"the other replicas are not shown: {reason}"
+            is_shown = is_alone(self._sources.pool.state())
+            self._trouble = None if is_shown else f"the other replicas are not shown: {reason}"
             self._hear(report)
             return False
         self._peers, self._trouble = read_peers(peers, self._now_s()), None
@@ -306,25 +306,20 @@ class PoolOverview:
 
     def _report_defect(self) -> None:
         """Logs the exception being handled, once for as long as it lasts."""
-        said = "the other replicas are not shown: a defect, see the log"
-        if self._trouble != said:
+        trouble = "the other replicas are not shown: a defect, see the log"
+        if self._trouble != trouble:
             _log.exception("a defect in the sidecar; the other replicas' figures are not shown")
-        self._trouble = said
+        self._trouble = trouble
 
 
 def _unreadable(replica: str) -> str:
     return f"replica {replica} is not shown: its version of the sidecar is another"
 
 
-def is_alone(state: Mapping[str, Any]) -> bool:
-    """True if a pool's state is this replica's alone: the pool is shared, and its store does not decide."""
-    return "store" in state and state["store"]["state"] != StoreState.SHARED.value
-
-
 def _free(capacity: Amount, held: Amount) -> Amount:
     """The free amount; a pool that shrank may hold more than it has."""
     pairs = ((capacity.tokens, held.tokens), (capacity.requests, held.requests))
-    return Amount(*(None if most is None else max(0, most - (taken or 0)) for most, taken in pairs))
+    return Amount(*(None if most is None else max(0, most - (used or 0)) for most, used in pairs))
 
 
 def _refusal(record: RequestRecord, replica: str) -> RefusalView:

@@ -107,7 +107,7 @@ class Probe:
 
         Raises CannotLook where it answers none.
         """
-        said: list[str] = []
+        refusals: list[str] = []
         # Its usage also shows whether answers report cached tokens, where a switch decides that.
         usage = {"stream_options": {"include_usage": True}} if self._survey.engine.advice.cache_report else None
         for path in (target.path, COMPLETIONS):
@@ -118,8 +118,8 @@ class Probe:
                     return Probed(tried, alone)
                 if alone.status not in (400, 404, 422, 500):
                     raise CannotLook(_refused(tried, alone))
-                said.append(_refused(tried, alone))
-        raise CannotLook(said[0])
+                refusals.append(_refused(tried, alone))
+        raise CannotLook(refusals[0])
 
     async def _idle(self, probed: Probed) -> Sequence[Seen]:
         context, target = self._survey.identity.context_tokens, probed.target
