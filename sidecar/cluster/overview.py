@@ -15,7 +15,6 @@ import msgspec
 from sidecar.cluster.document import Overview, RefusalView, TenantView, TierShare, TierView, TierWaits
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.engines import EngineLists, engine_reports, engine_rows
-from sidecar.cluster.guards import GuardHistory
 from sidecar.cluster.phrases import (
     as_guarded,
     crowd,
@@ -27,7 +26,7 @@ from sidecar.cluster.phrases import (
 )
 from sidecar.cluster.report import PeerReports, ReceivedReport, ReplicaReport, pack, read_peers, replica_views
 from sidecar.cluster.sources import Sources
-from sidecar.cluster.tiers import is_alone, sum_waits, tier_shares, tier_waits
+from sidecar.cluster.tiers import GuardHistory, is_alone, sum_waits, tier_shares, tier_waits
 from sidecar.engines.view import Amount
 from sidecar.events import Refused
 from sidecar.policy.choices import Mode
