@@ -170,7 +170,8 @@ class PoolOverview:
     def _observed(self, replica: str, others: Iterable[ReceivedReport], at_s: float) -> ObservedReport:
         period = self._sources.observed(MOST_OBSERVED_TENANTS)
         not_counted = [it.report.replica for it in others if it.report.mode == Mode.OBSERVE.value]
-        return observed_report(self._sources.policy(), period, replica, not_counted, at_s)
+        policy, guards = self._sources.policy(), self._sources.pool.guards()
+        return observed_report(policy, period, replica, not_counted, at_s, guards)
 
     def _overview(self, at_s: float) -> Overview:
         sources, policy = self._sources, self._sources.policy()
