@@ -181,11 +181,11 @@ def _waited(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
 
 def _not_known(total: DryRunCounts) -> list[str]:
     unknown = sum(total.unknown.values())
-    said = [f"Of {unknown:,} it is not known ({', '.join(total.unknown)})."] if unknown else []
+    sentences = [f"Of {unknown:,} it is not known ({', '.join(total.unknown)})."] if unknown else []
     if not total.waiting:
-        return said
+        return sentences
     longest = short_duration(total.waiting_max_us / 1e6)
-    return [*said, f"{total.waiting:,} more would still be waiting, the longest for {longest} so far."]
+    return [*sentences, f"{total.waiting:,} more would still be waiting, the longest for {longest} so far."]
 
 
 def _share_of_all(number: int, requests: int) -> str:

@@ -289,8 +289,8 @@ class PoolOverview:
         try:
             peers = await self._sources.pool.share(pack(report))
         except StoreError as reason:
-            is_said = is_alone(self._sources.pool.state())
-            self._trouble = None if is_said else f"the other replicas are not shown: {reason}"
+            is_shown = is_alone(self._sources.pool.state())
+            self._trouble = None if is_shown else f"the other replicas are not shown: {reason}"
             self._hear(report)
             return False
         self._peers, self._trouble = read_peers(peers, self._now_s()), None
@@ -306,10 +306,10 @@ class PoolOverview:
 
     def _report_defect(self) -> None:
         """Logs the exception being handled, once for as long as it lasts."""
-        said = "the other replicas are not shown: a defect, see the log"
-        if self._trouble != said:
+        trouble = "the other replicas are not shown: a defect, see the log"
+        if self._trouble != trouble:
             _log.exception("a defect in the sidecar; the other replicas' figures are not shown")
-        self._trouble = said
+        self._trouble = trouble
 
 
 def _unreadable(replica: str) -> str:
@@ -319,7 +319,7 @@ def _unreadable(replica: str) -> str:
 def _free(capacity: Amount, held: Amount) -> Amount:
     """The free amount; a pool that shrank may hold more than it has."""
     pairs = ((capacity.tokens, held.tokens), (capacity.requests, held.requests))
-    return Amount(*(None if most is None else max(0, most - (taken or 0)) for most, taken in pairs))
+    return Amount(*(None if most is None else max(0, most - (used or 0)) for most, used in pairs))
 
 
 def _refusal(record: RequestRecord, replica: str) -> RefusalView:

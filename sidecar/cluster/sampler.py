@@ -62,7 +62,7 @@ class PoolSampler:
         loop = self._loop
         if loop is None or not loop.is_running() or loop is _running_loop():
             return self._take()  # nothing else can be changing it
-        taking = self._taken()
+        taking = self._take_on_loop()
         try:
             return asyncio.run_coroutine_threadsafe(taking, loop).result(WITHIN_S)
         except concurrent.futures.TimeoutError:
@@ -71,7 +71,7 @@ class PoolSampler:
             taking.close()
             return self._latest
 
-    async def _taken(self) -> PoolSample:
+    async def _take_on_loop(self) -> PoolSample:
         return self._take()
 
     def _take(self) -> PoolSample:

@@ -221,9 +221,9 @@ _ends_in_half_a_pair = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}.{,5}\Z", re.D
 
 def _defect(error: msgspec.DecodeError, body: bytes) -> str:
     """Defect of malformed JSON, in words. msgspec takes half of a surrogate pair near the end for an early end."""
-    said = str(error).removeprefix("JSON is malformed: ")
-    if said != _TRUNCATED:
-        return said
+    defect = str(error).removeprefix("JSON is malformed: ")
+    if defect != _TRUNCATED:
+        return defect
     return "its last string has half of a surrogate pair" if _ends_in_half_a_pair(body[-12:]) else "it ends too early"
 
 

@@ -48,7 +48,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 _ASKED_HEADER = re.compile(rf"(?!\*$){_HEADER_NAME.pattern}")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _MEMBER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
-_TAKEN_HEADERS = frozenset(
+_RESERVED_HEADERS = frozenset(
     ("authorization", "x-api-key", "api-key", "host", "content-length", "transfer-encoding", "connection")
 )
 _URL_PATH = re.compile(r"/[!-~]*")
@@ -114,13 +114,13 @@ def _named(what: str, pattern: re.Pattern[str], wanted: str, like: str) -> Calla
     return read
 
 
-def _at_most(reader: Callable[[object], N], most: float, said: str) -> Callable[[object], N]:
-    """The reader of a number that has a bound. `said` is the refusal of a larger one."""
+def _at_most(reader: Callable[[object], N], most: float, message: str) -> Callable[[object], N]:
+    """The reader of a number that has a bound. `message` is the refusal of a larger one."""
 
     def read(value: object) -> N:
         found = reader(value)
         if found > most:
-            raise ValueError(said.format(found))
+            raise ValueError(message.format(found))
         return found
 
     return read
@@ -249,7 +249,7 @@ def distinct(values: tuple[V, ...]) -> tuple[V, ...]:
 
 def _header(value: object) -> bytes:
     name = _header_name(value)
-    if name.lower() in _TAKEN_HEADERS:
+    if name.lower() in _RESERVED_HEADERS:
         raise ValueError(f"{quoted(name)} has a meaning of its own; write another name, such as x-priority")
     return name.lower().encode("ascii")
 

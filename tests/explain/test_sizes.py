@@ -134,7 +134,7 @@ def test_the_story_has_both_from_the_requests_events_and_the_page_shows_them() -
         tell(event)
     (record,) = journal.all_for("request-1")
     found = ExplanationBuilder(journal, lambda: ["high", "batch"], "default", is_shared=False).story(record)
-    said = {step.label: step.said for step in steps(found)}
+    said = {step.label: step.text for step in steps(found)}
     assert said["sized"].startswith(
         "It entered with 800 tokens: prompt 700 (at 3.9 bytes a token), output 2 x 100 (95% of"
     )

@@ -136,7 +136,7 @@ class RequestSpans:
         if queued is None or classified is None:
             return
         try:
-            at_us, said = so_far(record)
+            at_us, details = so_far(record)
             number, before_us = len(record.lost), self._before_us()
             reported = self._queued.get(number)
             if reported is None:
@@ -152,7 +152,7 @@ class RequestSpans:
                 semconv.ADMISSION_OBSTACLE: queued.obstacle.value,
             }
             at_ns = self._wall_ns(at_us)
-            reported.span.child(semconv.WAITING, SpanKind.INTERNAL, at_ns, {**whose, **said}).end(at_ns, {})
+            reported.span.child(semconv.WAITING, SpanKind.INTERNAL, at_ns, {**whose, **details}).end(at_ns, {})
         except Exception:
             self._settings.report()
 

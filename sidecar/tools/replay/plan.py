@@ -171,13 +171,13 @@ def _conversation(row: TraceRow) -> str:
 
 def _named(row: TraceRow, tiers: Sequence[str]) -> str:
     """A name, or a number from 0 to 1 with 1 the most important, mapped as the middleware does it."""
-    said, last = row.priority, len(tiers) - 1
-    if isinstance(said, str) and said in tiers:
-        return said
-    if isinstance(said, float | int) and 0 <= said <= 1:
-        return tiers[last - floor(said * last + 0.5)]
+    priority, last = row.priority, len(tiers) - 1
+    if isinstance(priority, str) and priority in tiers:
+        return priority
+    if isinstance(priority, float | int) and 0 <= priority <= 1:
+        return tiers[last - floor(priority * last + 0.5)]
     raise BadTier(
-        f"line {row.line}: {said!r} is no tier; write one of {', '.join(tiers)}, or a number from 0 to 1, "
+        f"line {row.line}: {priority!r} is no tier; write one of {', '.join(tiers)}, or a number from 0 to 1, "
         "or give a --policy that has it"
     )
 
