@@ -25,6 +25,7 @@ from sidecar.events import (
     ServiceGain,
     Settled,
     UnguardedRequest,
+    Verdict,
 )
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics.histograms import DurationHistogram
@@ -88,7 +89,9 @@ class RequestMetrics:
             self.counters.know(tier)
         for tier in measured:
             self.counters.know_objective(tier)
-        self._waits = WaitHistograms(pool, self.instruments.queue_wait, self.instruments.starvation)
+        of = self.instruments
+        self._waits = WaitHistograms(pool, of.queue_wait, of.starvation)
+        self._observed_waits = WaitHistograms(pool, of.observed_queue_wait, of.observed_starvation)
         self.handlers: EventHandlers = {
             Classified: self._classified,
             Queued: self._queued,
@@ -106,6 +109,13 @@ class RequestMetrics:
     def note_unguarded(self, request: UnguardedRequest) -> None:
         """Counts a request on a path that the policy does not guard. In `mode: observe` it has the refusal's code."""
         self.counters.unguarded[request.route, REFUSED if request.is_refused else PASSED, request.code or ""] += 1
+
+    def note_observed(self, observed: Observed) -> None:
+        """Counts a request of the dry run, in metrics of its own: the others report real ends only."""
+        tier, decision = observed.tier or "", observed.verdict.value
+        self.counters.observed[tier, decision, observed.code or ""] += 1
+        if observed.verdict is Verdict.ADMITTED or observed.queue_wait_us:
+            self._observed_waits.record(tier, decision, observed)
 
     def _classified(self, _: RequestRecord, event: Classified) -> None:
         counters = self.counters
