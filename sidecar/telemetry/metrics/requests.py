@@ -31,12 +31,10 @@ from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics.histograms import DurationHistogram
 from sidecar.telemetry.metrics.instruments import OVER, UNDER, Instruments, instruments_for
 from sidecar.telemetry.metrics.tenants import SHOWN, TenantCounts, TenantHolding, TenantHoldings
-from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engine_time_us
+from sidecar.telemetry.request_record import ABANDONED, EventHandlers, RequestRecord, engine_time_us
 
 logger = logging.getLogger(__name__)
 
-GAVE_UP = frozenset(("client_left", "canceled", "passed"))
-"""The codes of `Refused` that are not the middleware's refusal."""
 PASSED, REFUSED, FAILED = "passed", "refused", "failed"
 RATIOS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
 RATIO_NAMES = (*(f"{ratio:g}" for ratio in RATIOS), "more")
@@ -207,7 +205,7 @@ class RequestMetrics:
             self._record_wait(record, "admitted", record.admitted)
         elif record.refused is not None:
             code = record.refused.code
-            self._record_wait(record, code if code in GAVE_UP else "refused", record.refused)
+            self._record_wait(record, code if code in ABANDONED else "refused", record.refused)
 
     def _note_gain(self, tier: str, gain: ServiceGain) -> None:
         counters = self.counters
@@ -217,7 +215,7 @@ class RequestMetrics:
 
     def _refused(self, record: RequestRecord, event: Refused) -> None:
         self._end_queued(record)
-        gave_up, counters, tier, tenant = event.code in GAVE_UP, self.counters, record.tier or "", record.tenant
+        gave_up, counters, tier, tenant = event.code in ABANDONED, self.counters, record.tier or "", record.tenant
         counted = counters.abandoned if gave_up else counters.refused
         counted[tier, event.code] += 1
         if tenant is not None and not gave_up:
