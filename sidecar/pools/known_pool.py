@@ -112,11 +112,11 @@ class KnownPool:
         for view in views.values():
             config, reported = self.config.get(view.id, view), self._reported.get(view.id)
             whole = _sizes(config if reported is None or _sizes(reported) == _sizes(view) else view)
-            sizes, taken, own = [], held.get(view.id, NOTHING), self._own_on(view.id)
+            sizes, used, own = [], held.get(view.id, NOTHING), self._own_on(view.id)
             for d, size in enumerate(whole):
                 part = size if size == UNBOUNDED else size // alive
                 if now_us < self.last_answer_us + DEAD_US and size != UNBOUNDED:
-                    part = min(part, own[d] + max(0, size - taken[d]) // alive)
+                    part = min(part, own[d] + max(0, size - used[d]) // alive)
                 sizes.append(part)
             is_ready = view.is_reachable and view.id.rpartition("#")[0] not in out
             parts.append(EngineView(view.id, sizes[0], sizes[1], sizes[2], view.speed, is_ready))

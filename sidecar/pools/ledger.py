@@ -324,10 +324,10 @@ class Ledger:
                 engine.set_cap(cap.requests, now + cap.for_us, now)
         levels = state.levels
         for charge in call.charges:
-            if charge.tier in levels and charge.told_with > last_number:
+            if charge.tier in levels and charge.first_call > last_number:
                 state.scheduler.tiers[levels[charge.tier]].queue.charge(charge.tenant, charge.tokens, charge.weight)
         for owed in call.owes:
-            if owed.tier in levels and owed.told_with > last_number:
+            if owed.tier in levels and owed.first_call > last_number:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
         guards.take(state.scheduler, state.levels, call, last_number, now)
         if not member.is_foreign:

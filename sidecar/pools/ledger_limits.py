@@ -23,7 +23,7 @@ def decide(
         for running in call.running:
             limiter.hold(holder, running.tenant, running.count)
     for settled in call.settled:
-        if settled.told_with > last_number:
+        if settled.first_call > last_number:
             _settle(limiter, settled, now_us)
     known = charged.copy() if call.kind == "state" else {}
     charged.clear()

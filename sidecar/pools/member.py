@@ -559,7 +559,7 @@ class Member:
         call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
         call.caps = [item.record for item in self._news if isinstance(item.record, Cap)]
         self._news = [item for item in self._news if not isinstance(item.record, Cap)]
-        call.seen = [msgspec.structs.replace(it, told_with=self._alone_number) for it in self._guard.seen(now_us)]
+        call.seen = [msgspec.structs.replace(it, first_call=self._alone_number) for it in self._guard.seen(now_us)]
         self._guard.put(call, self.pool.reply)
         self.meter.put(call, self._alone, max(1, self.pool.knew))
         self._put_requests(call, now_us, UNBOUNDED)

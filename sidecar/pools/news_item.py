@@ -22,11 +22,11 @@ class NewsItem:
     def put(self, call: Call) -> None:
         """Puts it into a call."""
         if isinstance(self.record, LeaseGrowth):
-            call.charges = [*call.charges, msgspec.structs.replace(self.record, told_with=self.number)]
+            call.charges = [*call.charges, msgspec.structs.replace(self.record, first_call=self.number)]
         elif isinstance(self.record, Owed):
-            call.owes = [*call.owes, msgspec.structs.replace(self.record, told_with=self.number)]
+            call.owes = [*call.owes, msgspec.structs.replace(self.record, first_call=self.number)]
         elif isinstance(self.record, SloSeen):
-            call.seen = [*call.seen, msgspec.structs.replace(self.record, told_with=self.number)]
+            call.seen = [*call.seen, msgspec.structs.replace(self.record, first_call=self.number)]
         elif isinstance(self.record, Drain):
             call.drains = [*call.drains, self.record]
         else:

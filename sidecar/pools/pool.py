@@ -275,7 +275,7 @@ class Pool(ReportedPool):
         lease = Lease(self, number, ask, now_us, new_ticket(ask, number, now_us), ask.tokens)
         if is_shared or ask.limits is not None or not self._enters(lease, now_us):
             await self._enter(lease, now_us)
-        self._requests.places.taken(lease.ask)
+        self._requests.places.keep_promise(lease.ask)
         return lease
 
     def _enters(self, lease: Lease, now_us: int) -> bool:
