@@ -27,9 +27,9 @@ from sidecar.cluster.phrases import (
 )
 from sidecar.cluster.report import PeerReports, ReceivedReport, ReplicaReport, pack, read_peers, replica_views
 from sidecar.cluster.sources import Sources
-from sidecar.cluster.tiers import sum_waits, tier_shares, tier_waits
+from sidecar.cluster.tiers import is_alone, sum_waits, tier_shares, tier_waits
 from sidecar.engines.view import Amount
-from sidecar.events import Refused, StoreState
+from sidecar.events import Refused
 from sidecar.policy.choices import Mode
 from sidecar.pools import StoreError
 from sidecar.tasks import end, is_set_within
@@ -314,11 +314,6 @@ class PoolOverview:
 
 def _unreadable(replica: str) -> str:
     return f"replica {replica} is not shown: its version of the sidecar is another"
-
-
-def is_alone(state: Mapping[str, Any]) -> bool:
-    """True if a pool's state is this replica's alone: the pool is shared, and its store does not decide."""
-    return "store" in state and state["store"]["state"] != StoreState.SHARED.value
 
 
 def _free(capacity: Amount, held: Amount) -> Amount:

@@ -8,9 +8,15 @@ from typing import Any
 from sidecar.cluster.document import OldestWaiter, Promised, TierGuard, TierShare, TierWaits
 from sidecar.cluster.report import ReplicaReport
 from sidecar.engines.view import Amount
+from sidecar.events import StoreState
 from sidecar.policy.model import Policy
 from sidecar.policy.tier import ServiceObjectives
 from sidecar.pools import Grant
+
+
+def is_alone(state: Mapping[str, Any]) -> bool:
+    """True if a pool's state is this replica's alone: the pool is shared, and its store does not decide."""
+    return "store" in state and state["store"]["state"] != StoreState.SHARED.value
 
 
 def tier_shares(policy: Policy, state: Mapping[str, Any]) -> Sequence[TierShare]:

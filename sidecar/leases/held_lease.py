@@ -252,15 +252,8 @@ class HeldLease(TurnUser):
             raise Draining("this process is shutting down and takes no new lease", retry_after_s=1)
         if controller.routing is not None:
             controller.routing.wake()
-        self._turn = Turn(
-            controller.pool,
-            self._snapshot.policy,
-            self._request,
-            self._request.ask(),
-            self,
-            reports=self._reporter,
-            budgets=controller.usage,
-        )
+        pool, policy, request, budgets = controller.pool, self._snapshot.policy, self._request, controller.usage
+        self._turn = Turn(pool, policy, request, request.ask(), self, reports=self._reporter, budgets=budgets)
         return await self._turn.take()
 
     def entered(self, lease: Lease | None) -> None:
@@ -297,12 +290,11 @@ class HeldLease(TurnUser):
 
     def _withdraw(self) -> None:
         """Its holder was canceled while it waited: it leaves the queue."""
+        self._end()
         if self._turn is None:
             self._report_canceled(None)
         else:
-            self._turn.leave()
             self._turn.when_left(self._report_canceled)
-        self._end()
 
     # -- what is reported of it
 

@@ -16,6 +16,9 @@ from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, d
 from sidecar.scheduling.guarded import DECIDE_EVERY_US, largest_share
 from sidecar.scheduling.scheduler import Scheduler
 
+IN_VAIN_US = 60_000_000
+"""For so long a decision shows that the guard was in vain. Another replica may make the next ones, or nobody."""
+
 TOLD_EVERY_US = 1_000_000
 """What was seen is told so often: one tenant's part of it is found in that time."""
 
@@ -52,8 +55,9 @@ def mirror(scheduler: Scheduler, level: int, held: GuardHeld) -> None:
 class GuardFigures(NamedTuple):
     """A guarded tier. Less important requests may fill the pool to `share` of it, and they hold `below` of it now.
 
-    `met` and `missed` count what this process has seen since it began. `is_in_vain`: the SLO was missed at the last
-    decision though the less important held no more than their floors, or than one request.
+    `met` and `missed` count what this process has seen since it began. `is_in_vain`: at a decision of this
+    process in the last minute the SLO was missed though the less important held no more than their floors, or than one
+    request.
     """
 
     tier: str
@@ -72,7 +76,7 @@ class MemberGuard:
         self._counts: dict[int, dict[str, list[int]]] = {}
         self._decided: list[GuardDecided] = []
         self._seen: dict[int, list[int]] = {}  # since the process began
-        self._in_vain: set[int] = set()
+        self._in_vain_us: dict[int, int] = {}
         self._tell_at_us: int | None = None
         self.change_rules(rules)
 
@@ -129,7 +133,7 @@ class MemberGuard:
         ]
         return min(found, default=None)
 
-    def decide(self, reply: Reply, pool: Scheduler) -> None:
+    def decide(self, reply: Reply, pool: Scheduler, now_us: int) -> None:
         """Decides by a reply, and by what the tiers of the `pool` hold."""
         guards = {tier.tier: tier.guard for tier in reply.tiers}
         for level in self._levels:
@@ -145,27 +149,28 @@ class MemberGuard:
             is_known = len(of.state) == len(GuardState._fields)
             before = GuardState._make(of.state) if is_known else first_state(floors)
             after = decide(before, seen, float(tier.hold))
-            self._note_vain(level, before, seen)
+            if self._is_in_vain(level, before, seen):
+                self._in_vain_us[level] = now_us
             share_ppm = max(1, round(after.share * PPM))
             self._decided.append(
                 GuardDecided(tier.name, of.decided_us, share_ppm, of.met, of.missed, [float(it) for it in after])
             )
 
-    def _note_vain(self, level: int, before: GuardState, seen: GuardedPeriod) -> None:
+    def _is_in_vain(self, level: int, before: GuardState, seen: GuardedPeriod) -> bool:
         met, missed = before.met + seen.met, before.missed + seen.missed
-        if met + missed >= FEWEST:
-            is_missed = missed > (1 - self._rules.tiers[level].hold) * (met + missed)
-            is_at_least = seen.held <= seen.floors or before.share <= LEAST
-            (self._in_vain.add if is_missed and is_at_least else self._in_vain.discard)(level)
+        is_missed = missed > (1 - self._rules.tiers[level].hold) * (met + missed)
+        is_at_least = seen.held <= seen.floors or before.share <= LEAST
+        return met + missed >= FEWEST and is_missed and is_at_least
 
-    def figures(self, pool: Scheduler) -> list[GuardFigures]:
+    def figures(self, pool: Scheduler, now_us: int) -> list[GuardFigures]:
         """The guarded tiers, as they stand in the `pool`."""
         found = []
         for guarded in pool.guards.tiers:
             held = pool.guards.held_below(guarded), pool.held
             below, total = (largest_share(amount, pool.capacity) for amount in held)
             met, missed = self._seen.get(guarded.level, (0, 0))
-            name, in_vain = self._rules.tiers[guarded.level].name, guarded.level in self._in_vain
+            name, vain_us = self._rules.tiers[guarded.level].name, self._in_vain_us.get(guarded.level)
+            in_vain = vain_us is not None and now_us < vain_us + IN_VAIN_US
             found.append(GuardFigures(name, float(guarded.share), below, total, met, missed, in_vain))
         return found
 

@@ -254,7 +254,7 @@ class Member:
 
     def guards(self, now_us: int) -> list[GuardFigures]:
         """The guarded tiers, the most important first."""
-        return self._guard.figures(self.mirror(now_us)) if self._guard.is_needed else []
+        return self._guard.figures(self.mirror(now_us), now_us) if self._guard.is_needed else []
 
     def close(self, now_us: int) -> None:
         """Says goodbye when the last request has ended."""
@@ -448,7 +448,7 @@ class Member:
         """Rule 10, where the time has come."""
         due_in_us = self._guard.due_in_us(reply)
         if due_in_us == 0:
-            self._guard.decide(reply, self.mirror(now_us))
+            self._guard.decide(reply, self.mirror(now_us), now_us)
         if due_in_us or self._guard.has_decided:
             self._call_by(now_us + (due_in_us or 0))
 

@@ -90,14 +90,13 @@ class DryRunCounts(msgspec.Struct):
 
     def add(self, other: DryRunCounts) -> None:
         """Counts all that another has counted."""
-        for name in ("requests", "admitted", "abandoned", "waited", "starved", "waiting"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("refused", "unknown", "waits", "served_ahead", "clamped", "waiting_waits"):
-            for key, number in getattr(other, name).items():
-                _add(getattr(self, name), key, number)
-        self.wait_max_us = max(self.wait_max_us, other.wait_max_us)
-        self.starvation_max_us = max(self.starvation_max_us, other.starvation_max_us)
-        self.waiting_max_us = max(self.waiting_max_us, other.waiting_max_us)
+        for name in self.__struct_fields__:
+            own, more = getattr(self, name), getattr(other, name)
+            if isinstance(own, dict):
+                for key, number in more.items():
+                    _add(own, key, number)
+            else:
+                setattr(self, name, max(own, more) if name.endswith("_max_us") else own + more)
 
     def wait_us(self, share: float) -> int:
         """The wait that this share of the admitted would not have exceeded, right to 5%; 0 where none waited."""

@@ -185,7 +185,7 @@ def _with_short_model(event: Classified) -> Classified:
     return msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
 
 
-REPLAYED_BECAUSE: Final = {
+REPLAYED_BECAUSE: Final[Mapping[str, str]] = {
     ReplayReason.UNREACHED: "no connection to the engine could be made",
     ReplayReason.FULL: "the engine said that it was full",
     ReplayReason.CRASHED: "the engine crashed before it answered",

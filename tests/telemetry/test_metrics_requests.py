@@ -36,6 +36,7 @@ from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from tests.telemetry.span_stories import begin, admitted, classified, received
+from sidecar.events import StoreChanged, StoreState
 from sidecar.telemetry.metrics import RequestMetrics
 from sidecar.telemetry.metrics.store import StoreMetrics
 
@@ -44,16 +45,18 @@ for event in (classified(), admitted()):
     tell = begin(before, received(), None)
     tell(classified())
     tell(admitted())
+stored(StoreChanged(1, StoreState.SHARED, "because"))
 reader = InMemoryMetricReader()
 metrics.set_meter_provider(MeterProvider([reader], shutdown_on_exit=False))
 tell = begin(RequestMetrics("after"), received(), None)
 tell(classified())
 tell(admitted())
+stored(StoreChanged(2, StoreState.SHARED, "because"))
 (resource,) = reader.get_metrics_data().resource_metrics
 (scope,) = resource.scope_metrics
 (found,) = [metric for metric in scope.metrics if metric.name == "admission.admitted"]
 print(*[f"{point.attributes['admission.pool']}={point.value}" for point in found.data.data_points])
-(found,) = [metric for metric in scope.metrics if metric.name == "admission.store.available"]
+(found,) = [metric for metric in scope.metrics if metric.name == "admission.store.changes"]
 print(*[f"store-{point.attributes['admission.pool']}" for point in found.data.data_points])
 """
 

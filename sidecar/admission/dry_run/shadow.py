@@ -163,18 +163,11 @@ class ShadowRequest(TurnUser):
         self._end(Verdict.UNKNOWN, code, None)
 
     async def _pass_through(self, ask: Ask) -> None:
-        controller = self._controller
-        turn = Turn(
-            self._pool,
-            self._snapshot.policy,
-            self.request,
-            ask,
-            self,
-            budgets=controller.usage,
-            sizes=controller.lease_sizes,
-            unlimited_s=LONGEST_WAIT_S,
+        controller, policy = self._controller, self._snapshot.policy
+        budgets, sizes, longest_s = controller.usage, controller.lease_sizes, LONGEST_WAIT_S
+        turn = self._turn = Turn(
+            self._pool, policy, self.request, ask, self, budgets=budgets, sizes=sizes, unlimited_s=longest_s
         )
-        self._turn = turn
         async with turn as grant:
             try:
                 await self._take_time(turn, grant)
