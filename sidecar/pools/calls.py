@@ -98,7 +98,7 @@ class Withdrawn(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LeaseGrowth(msgspec.Struct, array_like=True, frozen=True):
-    """The growth of a lease. `first_call` is the number of the first call that said so: it is heard once."""
+    """The growth of a lease. `first_call` is the number of the first call that had it: it counts once."""
 
     tier: str
     tenant: str
@@ -267,7 +267,7 @@ class Metered(msgspec.Struct, array_like=True, frozen=True):
 class ChargeSettled(msgspec.Struct, array_like=True, frozen=True):
     """A request that was charged has ended: it `used` so many tokens, None for its estimate.
 
-    `first_call` is the number of the first call that said so: it is heard once. `is_counted`: it counts as a request.
+    `first_call` is the number of the first call that had it: it counts once. `is_counted`: it counts as a request.
     `was_held`: it ran, so its time says how long requests take.
     """
 

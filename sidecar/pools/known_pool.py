@@ -1,4 +1,4 @@
-"""The pool as its last reply told a replica, with what has changed in its own leases since."""
+"""The pool as its last reply to a replica shows it, with what has changed in its own leases since."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class KnownPool:
     def parts(self, views: Mapping[str, EngineView], now_us: int) -> list[EngineView]:
         """Its part of the engines that it `views`, without its ledger: `min(C // n, own + free // n)` of each.
 
-        From DEAD_US after the last answer on it is `C // n`. C is what the ledger said, or its own view where that has
-        another size since, or where the ledger has not heard of the engine: it came, or began anew, meanwhile.
+        From DEAD_US after the last answer on it is `C // n`. C is what the ledger has, or its own view where that has
+        another size since, or where the ledger does not know the engine: it came, or began anew, meanwhile.
         """
         alive = max(1, self.replicas()) if self._shares_engines else 1
         held = {} if self.reply is None else {it.id: (it.tokens, it.requests, it.sent) for it in self.reply.held}

@@ -29,7 +29,7 @@ MOST_GRANTED = 64
 """One call of a replica in the same process grants so many: the event loop goes on between two calls."""
 
 _ASKED_FOR_US = 2_000_000
-"""So long one replica alone is asked to take room back: whose wake-up is lost hears of it with its next heartbeat."""
+"""So long one replica alone is asked to take room back: whose wake-up is lost learns of it with its next heartbeat."""
 
 
 @dataclass(eq=False)
@@ -398,7 +398,7 @@ class Ledger:
             state.scheduler.hold(level, held.engine, (tokens, requests, prompt), sent, on_floor)
 
     def _combine_views(self) -> None:
-        """The newest view that names an engine counts, from when it was told first; any that reaches it will do."""
+        """The newest view that names an engine counts, from when it was first stated; any that reaches it will do."""
         state = self._held()
         table: dict[str, ScheduledEngine] = {}
         by_age = sorted(state.members.items(), key=lambda it: it[1].view_number)

@@ -66,12 +66,12 @@ class Meter:
 
     @property
     def has_news(self) -> bool:
-        """True if there is something to tell that was not told yet."""
+        """True if there is something to send that was not sent yet."""
         return bool(self._fallen) or any(it.ledger is None and not it.record.first_call for it in self._ended)
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is asked, and nothing is to be told."""
+        """True if nothing is asked, and nothing is to be sent."""
         return not self.has_questions and not self.has_news
 
     def ask(self, asked: Metered, ticket: Ticket | None, now_us: int) -> None:

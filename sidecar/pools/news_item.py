@@ -13,7 +13,7 @@ from sidecar.pools.calls import Call, Cap, Drain, LeaseGrowth, Owed, SloSeen
 class NewsItem:
     """Something that the ledger adds up: it is sent once, and again with a statement if no answer came.
 
-    `number` is that of the first call that had it, 0 for none: a call that was heard is not heard twice.
+    `number` is that of the first call that had it, 0 for none: a call that was applied is not applied twice.
     """
 
     record: LeaseGrowth | Owed | SloSeen | Drain | Cap

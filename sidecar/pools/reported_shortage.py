@@ -1,4 +1,4 @@
-"""Room that is short, and what is taken back already, as the ledger tells it to the replica that has the leases."""
+"""Room that is short, and what is taken back already, as the ledger sends it to the replica that has the leases."""
 
 from __future__ import annotations
 
