@@ -11,10 +11,14 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from sidecar.pools.calls import NO_GUARD, PPM, Call, GuardDecided, GuardHeld, Reply, SloSeen
+from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, decide, first_state
 from sidecar.scheduling.guarded import DECIDE_EVERY_US, largest_share
 from sidecar.scheduling.scheduler import Scheduler
+
+_STATE_SIZE = len(GuardState._fields) + 1
+"""Of what a decision leaves to the next one: the controller's state, and 1 if it was in vain."""
 
 TOLD_EVERY_US = 1_000_000
 """What was seen is told so often: one tenant's part of it is found in that time."""
@@ -72,7 +76,8 @@ class MemberGuard:
         self._counts: dict[int, dict[str, list[int]]] = {}
         self._decided: list[GuardDecided] = []
         self._seen: dict[int, list[int]] = {}  # since the process began
-        self._in_vain: set[int] = set()
+        self._in_vain: set[str] = set()
+        self._undecided_us: int | None = None  # first reply without a decision: others may state one
         self._tell_at_us: int | None = None
         self.change_rules(rules)
 
@@ -119,15 +124,28 @@ class MemberGuard:
             call.guards = self._decided
         self._decided = []
 
-    def due_in_us(self, reply: Reply) -> int | None:
-        """When something is to be decided, from the moment of a reply on; 0: now. None: nothing was seen since."""
+    def answered(self, reply: Reply) -> int | None:
+        """Takes a reply. Returns when something is to be decided, from its moment on; 0: now. None: nothing was seen.
+
+        A replica of other tiers holds nothing of the pool, and decides nothing.
+        """
+        self._in_vain = {tier.tier for tier in reply.tiers if _was_in_vain(tier.guard)}
+        if reply.is_foreign:
+            return None
         own = {self._rules.tiers[level].name for level in self._levels}
+        guards = [tier.guard for tier in reply.tiers if tier.tier in own and tier.guard.share_ppm]
+        if all(of.decided_us for of in guards):
+            self._undecided_us = None
+        elif self._undecided_us is None or reply.now_us < self._undecided_us:
+            self._undecided_us = reply.now_us
         found = [
-            max(0, of.decided_us + DECIDE_EVERY_US - reply.now_us)
-            for of in (tier.guard for tier in reply.tiers if tier.tier in own)
-            if of.share_ppm and (of.met or of.missed or of.has_kept_out or not of.decided_us)
+            self._due_in_us(of, reply) for of in guards if of.met or of.missed or of.has_kept_out or not of.decided_us
         ]
         return min(found, default=None)
+
+    def _due_in_us(self, of: GuardHeld, reply: Reply) -> int:
+        since_us = of.decided_us or self._undecided_us or 0
+        return max(0, since_us + DECIDE_EVERY_US - reply.now_us)
 
     def decide(self, reply: Reply, pool: Scheduler) -> None:
         """Decides by a reply, and by what the tiers of the `pool` hold."""
@@ -135,28 +153,19 @@ class MemberGuard:
         for level in self._levels:
             tier = self._rules.tiers[level]
             of, guarded = guards.get(tier.name, NO_GUARD), pool.guards.of(level)
-            if guarded is None or not of.share_ppm or reply.now_us < of.decided_us + DECIDE_EVERY_US:
+            if guarded is None or not of.share_ppm or self._due_in_us(of, reply):
                 continue
             held = pool.guards.held_below(guarded), pool.held, guarded.floors
             below, total, floors = (largest_share(amount, pool.capacity) for amount in held)
             if held[0][1] <= 1:
                 below = 0.0  # one is let in at any share: a smaller share is no help
             seen = GuardedPeriod(of.met, of.missed, below, total, floors, of.has_kept_out)
-            is_known = len(of.state) == len(GuardState._fields)
-            before = GuardState._make(of.state) if is_known else first_state(floors)
+            before = _state_of(of) or first_state(floors)
             after = decide(before, seen, float(tier.hold))
-            self._note_vain(level, before, seen)
+            is_in_vain = _is_in_vain(before, seen, float(tier.hold))
+            state = [*map(float, after), float(_was_in_vain(of) if is_in_vain is None else is_in_vain)]
             share_ppm = max(1, round(after.share * PPM))
-            self._decided.append(
-                GuardDecided(tier.name, of.decided_us, share_ppm, of.met, of.missed, [float(it) for it in after])
-            )
-
-    def _note_vain(self, level: int, before: GuardState, seen: GuardedPeriod) -> None:
-        met, missed = before.met + seen.met, before.missed + seen.missed
-        if met + missed >= FEWEST:
-            is_missed = missed > (1 - self._rules.tiers[level].hold) * (met + missed)
-            is_at_least = seen.held <= seen.floors or before.share <= LEAST
-            (self._in_vain.add if is_missed and is_at_least else self._in_vain.discard)(level)
+            self._decided.append(GuardDecided(tier.name, of.decided_us, share_ppm, of.met, of.missed, state))
 
     def figures(self, pool: Scheduler) -> list[GuardFigures]:
         """The guarded tiers, as they stand in the `pool`."""
@@ -165,14 +174,40 @@ class MemberGuard:
             held = pool.guards.held_below(guarded), pool.held
             below, total = (largest_share(amount, pool.capacity) for amount in held)
             met, missed = self._seen.get(guarded.level, (0, 0))
-            name, in_vain = self._rules.tiers[guarded.level].name, guarded.level in self._in_vain
-            found.append(GuardFigures(name, float(guarded.share), below, total, met, missed, in_vain))
+            name = self._rules.tiers[guarded.level].name
+            found.append(GuardFigures(name, float(guarded.share), below, total, met, missed, name in self._in_vain))
         return found
 
     @property
     def has_decided(self) -> bool:
         """True if the ledger is to hear of a decision."""
         return bool(self._decided)
+
+
+def _state_of(of: GuardHeld) -> GuardState | None:
+    """State of the last decision. One of another version is not read, but for the share. None: nothing was decided."""
+    if not of.decided_us:
+        return None
+    share = max(LEAST, of.share_ppm / PPM)
+    if len(of.state) == _STATE_SIZE:
+        state = GuardState._make(of.state[:-1])
+        are_shares = all(LEAST <= it <= 1 for it in (state.share, state.failed_at, state.busy))
+        are_counts = all(0 <= it <= UNBOUNDED for it in (state.met, state.missed, state.periods))
+        if are_shares and are_counts and round(state.share * PPM) == of.share_ppm:
+            return state
+    return GuardState(share, 1.0, share)
+
+
+def _was_in_vain(of: GuardHeld) -> bool:
+    return len(of.state) == _STATE_SIZE and of.state[-1] > 0
+
+
+def _is_in_vain(before: GuardState, seen: GuardedPeriod, hold: float) -> bool | None:
+    """True if the SLO was missed though no decision could help. None: of too few requests to say."""
+    met, missed = before.met + seen.met, before.missed + seen.missed
+    if met + missed < FEWEST:
+        return None
+    return missed > (1 - hold) * (met + missed) and (seen.held <= seen.floors or before.share <= LEAST)
 
 
 def _without_majority(tenants: list[list[int]], allowed: Fraction) -> tuple[int, int]:
