@@ -160,7 +160,7 @@ class MemberGuard:
             if held[0][1] <= 1:
                 below = 0.0  # one is let in at any share: a smaller share is no help
             seen = GuardedPeriod(of.met, of.missed, below, total, floors, of.has_kept_out)
-            before = _state_of(of) or first_state(floors)
+            before = _last_state(of) or first_state(floors)
             after = decide(before, seen, float(tier.hold))
             is_in_vain = _is_in_vain(before, seen, float(tier.hold))
             state = [*map(float, after), float(_was_in_vain(of) if is_in_vain is None else is_in_vain)]
@@ -184,7 +184,7 @@ class MemberGuard:
         return bool(self._decided)
 
 
-def _state_of(of: GuardHeld) -> GuardState | None:
+def _last_state(of: GuardHeld) -> GuardState | None:
     """State of the last decision. One of another version is not read, but for the share. None: nothing was decided."""
     if not of.decided_us:
         return None
