@@ -1,5 +1,6 @@
 """Declarations of figures: each is declared once, as the annotation of the field that has it.
 
+Most are documents' (`gauge`, `counter`, `amounts`); those of requests are added up as requests come (`counted`).
 A declaration has the metric's name, its help, its unit, and how the figures of several processes of one pool become
 one. Metrics are read from the documents that pages show, and the help is the field's description in `/openapi.json`.
 """
@@ -7,13 +8,24 @@ one. Metrics are read from the documents that pages show, and the help is the fi
 from __future__ import annotations
 
 import types
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import field, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 REQUESTS, TOKENS, SECONDS = "{request}", "{token}", "s"
+
+
+Counted = defaultdict[tuple[str, ...], int]
+"""A count for every combination of the labels' values.
+
+Read in any thread. It only grows, by `+= number`: two event loops may add to one count, so what is added is computed
+before, and no call comes between reading and writing.
+"""
 
 
 class Over(Enum):
@@ -56,6 +68,12 @@ def gauge(name: str, help_: str, unit: str = "", over: Over = Over.MOST, **more:
 def counter(name: str, help_: str, unit: str, over: Over = Over.SUM, **more: Any) -> msgspec.Meta:
     """The annotation of a field that only grows."""
     return _meta(help_, {"": Figure(name, help_, unit, over, is_counter=True, **more)})
+
+
+def counted(name: str, help_: str, labels: tuple[str, ...] = (), unit: str = REQUESTS, *, per_unit: int = 1) -> Any:
+    """A field of a dataclass that is added up as requests come: a number, or with labels `Counted`."""
+    figure = Figure(name, help_, unit, Over.SUM, labels, is_counter=True, per_unit=per_unit)
+    return field(default_factory=partial(defaultdict, int) if labels else int, metadata={"figure": figure})
 
 
 def amounts(name: str, of_tokens: str, of_requests: str, over: Over = Over.MOST) -> msgspec.Meta:
@@ -101,7 +119,11 @@ class Reading(NamedTuple):
 
 
 def readings(kind: type) -> Iterator[Reading]:
-    """All figures of a kind of document, those of the documents in it included."""
+    """All figures of a kind of document, those of the documents in it included, or of a dataclass of counts."""
+    if is_dataclass(kind):
+        found = ((one.metadata.get("figure"), one.name) for one in fields(kind))
+        yield from (Reading(figure, (name,)) for figure, name in found if figure is not None)
+        return
     for name, hint in get_type_hints(kind, include_extras=True).items():
         figures = _declared(hint)
         for inner, figure in figures.items():

@@ -75,15 +75,15 @@ def waiting() -> list[Json]:
         ),
         graph(
             "SLO met",
-            "Of tiers with slo.hold: the share of requests within slo.ttft and slo.tpot, of those that less important work "
-            "can have made late. Dashed: slo.hold.",
+            "Of tiers with slo.hold: the share of requests within slo.ttft and slo.tpot, of those that less important "
+            "work can have made late. Dashed: slo.hold.",
             "percentunit",
             [Query(met("admission_guard_requests"), BY_TIER), promised("admission_slo_hold")],
         ),
         graph(
             "Room beside an SLO",
-            "Of tiers with slo.hold: less important requests are admitted while the pool is filled to less than the share. "
-            "It falls when the SLO is missed and rises again. Held: what less important tiers have of the pool.",
+            "Of tiers with slo.hold: less important requests are admitted while the pool is filled to less than the "
+            "share. It falls when the SLO is missed, and rises again. Held below: what less important tiers hold.",
             "percentunit",
             [
                 Query(gauge("admission_guard_share"), f"{BY_TIER} share"),

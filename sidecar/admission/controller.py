@@ -20,7 +20,7 @@ from sidecar.admission.dry_run.shadow import ShadowRegistry
 from sidecar.admission.engine_pages import EnginePages
 from sidecar.admission.engine_route import EngineHealth, EngineRouting
 from sidecar.admission.guard_watch import GuardWatch
-from sidecar.admission.intake import Appraise, SizedRequest
+from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import PendingAborts
 from sidecar.admission.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
@@ -201,12 +201,6 @@ class AdmissionController:
     def controller_for(self, request: SizedRequest) -> AdmissionController:  # noqa: ARG002  # a front of models asks it
         """The controller of the pool that a request enters: this one."""
         return self
-
-    def appraiser(self, snapshot: PolicySnapshot) -> Appraise | None:
-        """Scores a request for `order: gain`; None for the order by level."""
-        if not snapshot.policy.rules.is_by_gain:
-            return None
-        return lambda request: self.gain.appraise(request, snapshot.tier_names)
 
     @property
     def is_observing(self) -> bool:

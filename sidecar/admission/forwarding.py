@@ -107,7 +107,9 @@ def request_for_app(
     `pairs` are the client's headers as they came, `added` those that replace them. See also `forwarded_body`.
     """
     body = forwarded_body(_capped_body(request), request.payload, forward, stream_options)
-    if b"content-length" in request.headers and (body is not request.body or CONTENT_ENCODING in request.stripped):
+    if b"content-length" in request.headers and (
+        body is not request.payload.body or CONTENT_ENCODING in request.stripped
+    ):
         added = (*added, (b"content-length", b"%d" % len(body)))
     return forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.stripped, added)), body
 
@@ -122,7 +124,7 @@ def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) 
 
 def _capped_body(request: SizedRequest) -> bytes:
     """The client's body, with the output cap, where it has one, as its only maximum. Every other byte stays."""
-    body, cap = request.body, request.output_cap
+    body, cap = request.payload.body, request.output_cap
     if cap is None:
         return body
     for field in MAXIMUM_FIELDS[request.api]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 from starlette.types import Message, Scope
 
 from sidecar.admission.policy_snapshot import KEY_HEADERS, PolicySnapshot
@@ -46,6 +47,7 @@ from sidecar.pools import Ask, Pool
 from sidecar.scheduling.tickets import TicketGain
 
 if TYPE_CHECKING:
+    from sidecar.admission.request_gain import GainMeter
     from sidecar.payload.content_codings import PackedBody
 
 MAX_WAIT_HEADER = b"x-admission-max-wait"
@@ -72,8 +74,10 @@ MAXIMUM_FIELDS = {
 """Where each API names the output maximum of a choice; the first field is written. Embeddings have no output."""
 
 
-class SizedRequest(msgspec.Struct, gc=False):
-    """A valid request: its tenant and tier (`classification`), its size, and its body.
+class SizedRequest(msgspec.Struct, frozen=True, gc=False):
+    """A valid request: its tenant and tier (`classification`), its size, and its body. It never changes.
+
+    Its turn has the present one in its place: the pool may charge another tier, and more is known while it waits.
 
     `tokens` and `requests` (sequences) are what it will hold in the pool, `prompt_tokens` the estimate of its prompts,
     `assumed_output` the most tokens of one sequence: the client's maximum, or what the policy assumes where it sets
@@ -86,7 +90,6 @@ class SizedRequest(msgspec.Struct, gc=False):
     body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again: `Ask.request`.
     """
 
-    body: bytes
     headers: Mapping[bytes, bytes]
     payload: Payload
     classification: Classification
@@ -107,20 +110,25 @@ class SizedRequest(msgspec.Struct, gc=False):
     is_unread: bool = False
 
     def __hash__(self) -> int:
-        """Equal when its tenant sends the same body again, and before `drop_body` only. Hardly any request is asked."""
-        body = self.body
+        """Equal when its tenant sends the same body again, while that is kept. Hardly any request is asked."""
+        body = self.payload.body
         return hash((self.classification.tenant.name, len(body), body[:_END_BYTES], body[-_END_BYTES:]))
+
+    @property
+    def body(self) -> bytes:
+        """The body as it came, but unpacked; empty once it is dropped."""
+        return self.payload.body
 
     @property
     def most_tokens(self) -> int:
         """The most tokens that it may use: prompt and maximum output."""
         return self.tokens if self.expected is None else self.expected.most
 
-    def expect(self, sizes: LeaseSizes, pool: Pool) -> int:
-        """Sizes it by what it is expected to use in the pool, as far as that is known now. Returns its tokens."""
+    def expecting(self, sizes: LeaseSizes, pool: Pool) -> SizedRequest:
+        """With the size that it is expected to use in the pool, as far as that is known now."""
         payload, before = self.payload, self.expected
         bound = payload.max_output_tokens if self.output_cap is None else self.output_cap
-        self.expected = expected = sizes.expect(
+        expected = sizes.expect(
             self.classification.tenant.name,
             self.path,
             payload,
@@ -130,9 +138,11 @@ class SizedRequest(msgspec.Struct, gc=False):
             bound,
             pool.most_tokens(self.classification.level) if bound is None else 0,
         )
-        if expected is not None:
-            self.tokens = expected.tokens
-        return self.tokens
+        return self if expected is None else replace(self, expected=expected, tokens=expected.tokens)
+
+    def charged(self, level: int) -> SizedRequest:
+        """With the level that the pool charges, or whose queue is full."""
+        return replace(self, classification=self.classification.charged(level))
 
     def ask(self) -> Ask:
         """The request's ask of the pool."""
@@ -166,23 +176,13 @@ class SizedRequest(msgspec.Struct, gc=False):
         # begun to pass cannot be sent again.
         return not self.payload.background and not self.is_unread
 
-    def hold_at_least(self, tokens: int) -> None:
-        """Raises what it holds, because its prompt cannot be sized. Unlimited tokens are not counted."""
-        if tokens < UNLIMITED:
-            self.tokens = max(self.tokens, tokens)
-
-    def hold_list(self, pool: Pool) -> None:
-        """Sets the requests that a list of prompts or inputs holds: at most what its tier admits.
+    def list_size(self, pool: Pool) -> int:
+        """The requests that a list of prompts or inputs holds: at most what its tier admits.
 
         The tier that its tenant's requests fall to counts, too.
         """
         level, lower = self.classification.level, self.classification.tenant.downgrade_level or 0
-        self.requests = self.payload.requests(min(pool.most_requests(level), pool.most_requests(max(level, lower))))
-
-    def drop_body(self) -> None:
-        """Frees the body, which may be megabytes, once it is forwarded or never will be."""
-        self.body = b""
-        self.payload.parts = ()
+        return self.payload.requests(min(pool.most_requests(level), pool.most_requests(max(level, lower))))
 
 
 class RequestIntake(msgspec.Struct, eq=False):
@@ -250,10 +250,9 @@ class RequestIntake(msgspec.Struct, eq=False):
             self._chunks.clear()
         if not body.isascii():
             _refuse_other_text(body)
-        request = self._sized(body, decode(endpoint.api, body), len(body))
-        if packed is not None:
-            request.stripped = (*request.stripped, CONTENT_ENCODING)
-        return request
+        payload = decode(endpoint.api, body)
+        payload.body = body
+        return self._sized(payload, len(body), () if packed is None else (CONTENT_ENCODING,))
 
     def unread(self) -> SizedRequest:
         """The request of the generic API whose body is not read here: an upload passes as it comes.
@@ -263,9 +262,7 @@ class RequestIntake(msgspec.Struct, eq=False):
         length = self._headers.get(b"content-length")
         if length is None:
             raise InvalidHeader("content-length: missing; an upload here must say its size, and not come in chunks")
-        request = self._sized(b"", decode(self._endpoint.api, b"{}"), int(length))
-        request.is_unread = True
-        return request
+        return self._sized(decode(self._endpoint.api, b"{}"), int(length), is_unread=True)
 
     def check_time(self, now_us: int) -> None:
         """Raises BodyTimeout where the body has taken longer than the policy's `body_timeout`."""
@@ -303,7 +300,9 @@ class RequestIntake(msgspec.Struct, eq=False):
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"the body is larger than the {self._most_bytes()} bytes allowed here; send less")
 
-    def _sized(self, body: bytes, payload: Payload, size: int) -> SizedRequest:
+    def _sized(
+        self, payload: Payload, size: int, stripped: Sequence[bytes] = (), *, is_unread: bool = False
+    ) -> SizedRequest:
         """Classifies a decoded body of `size` bytes, and sizes its prompts by their bytes."""
         snapshot, endpoint, headers = self._snapshot, self._endpoint, self._headers
         policy, api, tenant = snapshot.policy, endpoint.api, self.tenant
@@ -320,19 +319,23 @@ class RequestIntake(msgspec.Struct, eq=False):
         if requests > 1 or payload.unsized is not None:
             refuse_what_is_too_much(payload, policy)
         if tenant.limits.max_output_tokens is not None:
-            cap = _output_cap(api, payload, body, tenant, policy.engine)
+            cap = _output_cap(api, payload, tenant, policy.engine)
         prompt_tokens = snapshot.estimator.prompt_tokens(payload, tenant.name)
         output = payload.max_output_tokens
         if output is None:
             output = _default_output(policy, classification.level, cap)
-        stripped = (*asked.stripped, *snapshot.credentials.stripped(headers))
+        stripped = (*stripped, *asked.stripped, *snapshot.credentials.stripped(headers))
         if self._unread_keys:
-            classification.ignored += self._unread_keys
+            classification = classification.ignoring(self._unread_keys)
             if not policy.forward_key:
                 stripped = (*stripped, *(place.encode() for place in self._unread_keys))
+        objective = snapshot.objectives[classification.level] if snapshot.objectives else None
+        if objective is not None and not headers.keys().isdisjoint(SLO_HEADERS):
+            objective, ignored = asked_slo(headers, objective)
+            classification = classification.ignoring(ignored)
+        self.classification = classification
         added = snapshot.credentials.added
-        request = SizedRequest(
-            body=body,
+        return SizedRequest(
             headers=headers,
             payload=payload,
             classification=classification,
@@ -346,52 +349,38 @@ class RequestIntake(msgspec.Struct, eq=False):
             added=(*added, NOT_PACKED) if NOT_PACKED[0] in headers else added,
             output_cap=cap,
             max_wait_s=_asked_wait_s(headers),
+            objective=objective,
+            is_unread=is_unread,
         )
-        if snapshot.objectives:
-            request.objective = _objective(headers, snapshot, classification)
-        return request
 
 
-async def count_tokens(request: SizedRequest, snapshot: PolicySnapshot) -> None:
-    """Sizes the prompts with the policy's tokenizer instead, where it names one."""
+async def counted(request: SizedRequest, snapshot: PolicySnapshot) -> SizedRequest:
+    """The request with its prompts sized by the policy's tokenizer instead, where it names one."""
     counter = snapshot.estimator.counter
-    if counter is not None:
-        request.prompt_tokens = await snapshot.estimator.counted_prompt_tokens(request.payload, counter)
-        request.tokens = tokens_to_hold(request.payload, request.prompt_tokens, request.assumed_output)
+    if counter is None:
+        return request
+    prompt_tokens = await snapshot.estimator.counted_prompt_tokens(request.payload, counter)
+    tokens = tokens_to_hold(request.payload, prompt_tokens, request.assumed_output)
+    return replace(request, prompt_tokens=prompt_tokens, tokens=tokens)
 
 
-Appraise = Callable[[SizedRequest], None]
-"""Gives a request that was sized the figures of its gain."""
-
-
-def sized_ask(pool: Pool, request: SizedRequest, sizes: LeaseSizes, appraise: Appraise | None = None) -> Ask:
-    """Sizes a request for a pool. `appraise` gives it the figures of its gain once it is sized."""
+def sized_for(
+    pool: Pool, request: SizedRequest, sizes: LeaseSizes, meter: GainMeter | None, tier_names: Sequence[bytes]
+) -> SizedRequest:
+    """The request as it asks for room in a pool. `meter` is there where the pool orders by gain."""
     if request.requests > 1:
-        request.hold_list(pool)
-    if request.payload.unsized is not None:
-        request.hold_at_least(pool.most_tokens(request.classification.level))
+        request = replace(request, requests=request.list_size(pool))
+    if request.payload.unsized is not None:  # unlimited tokens are not counted
+        most = pool.most_tokens(request.classification.level)
+        request = replace(request, tokens=max(request.tokens, most if most < UNLIMITED else 0))
     elif sizes.learns:
-        request.expect(sizes, pool)
-    if appraise is not None:
-        appraise(request)
-    return request.ask()
+        request = request.expecting(sizes, pool)
+    return request if meter is None else replace(request, gain=meter.appraise(request, tier_names))
 
 
 def _default_output(policy: Policy, level: int, cap: int | None) -> int:
     default = policy.tiers[level].default_output_tokens
     return default if cap is None else min(default, cap)
-
-
-def _objective(
-    headers: Mapping[bytes, bytes], snapshot: PolicySnapshot, classification: Classification
-) -> Objective | None:
-    """The tier's objective, as the client loosens it. Headers that do not count are reported with the response."""
-    objective = snapshot.objectives[classification.level]
-    if objective is None or headers.keys().isdisjoint(SLO_HEADERS):
-        return objective
-    objective, ignored = asked_slo(headers, objective)
-    classification.ignored += tuple(ignored)
-    return objective
 
 
 def _asked_wait_s(headers: Mapping[bytes, bytes]) -> float | None:
@@ -482,7 +471,7 @@ def refuse_what_is_too_much(payload: Payload, policy: Policy) -> None:
         )
 
 
-def _output_cap(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine: type[Engine]) -> int | None:
+def _output_cap(api: Api, payload: Payload, tenant: Tenant, engine: type[Engine]) -> int | None:
     """The tenant's `max_output_tokens`, where the body must be given it; else None. Raises OutputTooLong.
 
     A maximum of 0 counts as no maximum, but for text completions: engines treat it as absent.
@@ -497,7 +486,7 @@ def _output_cap(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine:
             f"{tenant.name} may have; send {most} or less",
             param=MAXIMUM_FIELDS[api][-1],
         )
-    default = engine.default_completion_tokens
+    default, body = engine.default_completion_tokens, payload.body
     if api is Api.COMPLETIONS and default is not None and most >= default and remove(body, ("max_tokens",)) is body:
         return None  # a cap above the engine's default would make the answer longer
     is_unbounded = payload.max_output_tokens is None or (asked == 0 and api is not Api.COMPLETIONS)

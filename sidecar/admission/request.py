@@ -1,16 +1,16 @@
 """One admitted request, from its first byte to its released lease.
 
-Its stages are those of `Stage`. Whatever raises or is canceled, the lease is released exactly once.
+Its stages are those of `turn.Stage`. Whatever raises or is canceled, the lease is released exactly once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.answer import Answer, CostReader, EngineCall, without_files
@@ -36,10 +36,10 @@ from sidecar.admission.forwarding import (
     show_outside,
 )
 from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with_write
-from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
+from sidecar.admission.intake import RequestIntake, SizedRequest, counted, is_upload, sized_for
 from sidecar.admission.pending_aborts import Held
 from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
-from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser, refusal_for
+from sidecar.admission.turn import EndCause, Stage, Turn, TurnEnded, TurnUser, refusal_for
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
@@ -53,25 +53,6 @@ from sidecar.pools import Grant, Lease
 from sidecar.tasks import is_canceled_again
 
 CUT = "CancelledError"  # `Settled.error` of a request that the server cut off
-
-
-class Stage(IntEnum):
-    """The stages of one admitted request.
-
-        READING -> WAITING -> RUNNING -> OVER      (WAITING ends at once where there is room)
-           |        |  ^       |  |       ^
-           |        |  +-------+  |       |        (preempted, or the engine could not be reached)
-           |        |             +-> FOLLOWED     (a background response runs on after its request is answered)
-           +--------+-> OVER                       (refused, or the client disconnected)
-
-    A request costs less where nothing checks this while it runs. The tests check every step of every request in them.
-    """
-
-    READING = 0
-    WAITING = 1
-    RUNNING = 2
-    FOLLOWED = 3
-    OVER = 4
 
 
 class RequestHandler(TurnUser):
@@ -237,23 +218,17 @@ class RequestHandler(TurnUser):
         request, controller, snapshot = await self._read(), self._controller, self._snapshot
         if controller.routing is not None:
             route = self._route = controller.routing.route(request)
-            request.hits, self._call = route.hits, route.call()
+            request, self._call = replace(request, hits=route.hits), route.call()
         pool, sizes = controller.pool, controller.lease_sizes
-        ask = sized_ask(pool, request, sizes, controller.appraiser(snapshot))
-        return Turn(
-            pool,
-            snapshot.policy,
-            request,
-            ask,
-            self,
-            reports=self._reporter,
-            budgets=controller.usage,
-            sizes=sizes,
-        )
+        meter = controller.gain if snapshot.policy.rules.is_by_gain else None
+        request = sized_for(pool, request, sizes, meter, snapshot.tier_names)
+        ask, budgets = request.ask(), controller.usage
+        return Turn(pool, snapshot.policy, request, ask, self, reports=self._reporter, budgets=budgets, sizes=sizes)
 
     def entered(self, lease: Lease | None) -> None:
         """See `TurnUser`."""
-        request, snapshot = self._request, self._snapshot
+        request, snapshot = self._turn.request, self._snapshot
+        self._request, self._intake.classification = request, request.classification
         at_us = self._now_us() if lease is None else lease.entered_us
         if snapshot.objectives:
             self._reporter.gain = self._controller.gain.follow(request, snapshot, at_us)
@@ -312,11 +287,11 @@ class RequestHandler(TurnUser):
             if self._timed_out and not is_canceled_again(self._task):
                 intake.check_time(self._now_us())  # raises BodyTimeout
             raise
-        self._request, self._body, self._is_read = request, request.body, True
+        self._request, self._body, self._is_read = request, request.payload.body, True
         if self._controller.controllers:  # each model has its own
             self._controller = self._controller.controller_for(request)
         if self._snapshot.estimator.counter is not None:
-            await count_tokens(request, self._snapshot)
+            request = await counted(request, self._snapshot)
         return request
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
@@ -338,7 +313,8 @@ class RequestHandler(TurnUser):
 
     def _forward(self, grant: Grant) -> tuple[Scope, Receive, Send]:
         """The request as the engine should see it, for the app. It is settled when its response is sent."""
-        controller, request, snapshot, lease = self._controller, self._request, self._snapshot, self._lease
+        controller, request, snapshot, lease = self._controller, self._turn.request, self._snapshot, self._lease
+        self._request = request
         priority = snapshot.priorities[grant.level]
         forward = controller.dialect.forward(self._endpoint.api, priority)
         self._reporter.admitted(grant, priority if forward.is_sent else None)
@@ -555,7 +531,7 @@ class RequestHandler(TurnUser):
         else:
             self.stage = Stage.FOLLOWED
             self._turn.outlast()
-            self._request.drop_body()
+            self._request.payload.drop_text()
             self._controller.background.follow(background, response_id, self._settle_background)
 
     def _settle_background(self, ended: BackgroundEnd) -> None:

@@ -127,16 +127,16 @@ class GainMeter:
             report = SloReport(note, arrived_us + objective.ttft_us)
         return RequestGain(self, request, objective, tier, arrived_us, report=report)
 
-    def appraise(self, request: SizedRequest, tier_names: Sequence[bytes]) -> None:
-        """Gives a request its figures for the order by gain: none where its tier has no objective."""
+    def appraise(self, request: SizedRequest, tier_names: Sequence[bytes]) -> TicketGain | None:
+        """The figures of a request for the order by gain: none where its tier has no objective."""
         objective = request.objective
         if objective is None or request.assumed_output < 1 or request.payload.background:
-            return
+            return None
         tier = self.ledger.tier(tier_names[request.classification.level].decode())
         speed = self.speeds.typical()
         tokens = self.expected_tokens(request, tier)
         uncached = max(0, request.prompt_tokens - max((hit for _, hit in request.hits or ()), default=0))
-        request.gain = gain_for(objective, speed, uncached, tokens)
+        return gain_for(objective, speed, uncached, tokens)
 
     def document(self) -> GainDocument:
         """The gain by tier and the speed by engine, in bounded size. Also notes how many replicas there are now."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,25 @@ from sidecar.tenants.tenant_usage import TenantUsage
 
 _PREEMPTED = (Obstacle.PREEMPTED, "its room went to a more important request")
 _UNANSWERED = (Obstacle.ENGINE, "its engine did not answer it")
+
+
+class Stage(IntEnum):
+    """The stages of one admitted request.
+
+        READING -> WAITING -> RUNNING -> OVER      (WAITING ends at once where there is room)
+           |        |  ^       |  |       ^
+           |        |  +-------+  |       |        (preempted, or the engine could not be reached)
+           |        |             +-> FOLLOWED     (a background response runs on after its request is answered)
+           +--------+-> OVER                       (refused, or the client disconnected)
+
+    A request costs less where nothing checks this while it runs. The tests check every step of every request in them.
+    """
+
+    READING = 0
+    WAITING = 1
+    RUNNING = 2
+    FOLLOWED = 3
+    OVER = 4
 
 
 class EndCause(Enum):
@@ -103,7 +122,8 @@ class Turn:
     the pool's refusal. However the block ends, the lease is settled or the queue is left, once: by `settle` in the
     block, else at its end. A lease that `outlasts` the block is its user's: the engine may compute on for it.
 
-    `sizes` know while it waits what it is expected to use; None where it holds what it asked for.
+    `request` is the request as it is now. `sizes` know while it waits what it is expected to use; None where it holds
+    what it asked for.
     Where neither the client nor the tier limits a wait, it ends after `unlimited_s`, None for never.
     `preemptions` and `hand_backs` count how often it waited again, because a more important request needed the room,
     and because no engine took it.
@@ -111,7 +131,7 @@ class Turn:
 
     __slots__ = (
         "_ask", "_budgets", "_ends_us", "_lease", "_left", "_most_s", "_outlasts", "_policy", "_pool", "_reports",
-        "_request", "_sizes", "_unlimited_s", "_user", "hand_backs", "preemptions",
+        "_sizes", "_unlimited_s", "_user", "hand_backs", "preemptions", "request",
     )  # fmt: skip
 
     def __init__(
@@ -129,7 +149,7 @@ class Turn:
     ) -> None:
         self._pool = pool
         self._policy = policy
-        self._request = request
+        self.request = request
         self._ask = ask
         self._user = user
         self._reports = EventReporter() if reports is None else reports
@@ -155,7 +175,7 @@ class Turn:
             lease = await self.enter()
             grant = lease.grant
             if grant is None:
-                self._limit_wait(lease.entered_us, self._request.longest_wait_s(self._policy))
+                self._limit_wait(lease.entered_us, self.request.longest_wait_s(self._policy))
                 self._reports.queued(self._obstacle, self._pool.mark(lease.tier))
                 return await self._wait(lease.wait())
         except BaseException:
@@ -173,24 +193,25 @@ class Turn:
     async def enter(self) -> Lease:
         """Enters the pool, at the level that the tenant's budgets and limits leave it.
 
-        The request's classification is told the level that is charged, or whose queue is full. Raises what `Pool.enter`
+        `request` has the level from then on that is charged, or whose queue is full. Raises what `Pool.enter`
         raises, and TenantLimit where a budget is used up. Nothing is left in the pool then.
         """
-        classification, ask = self._request.classification, self._ask
-        level, lease = ask.tier, None
+        ask, lease, tenant = self._ask, None, self.request.classification.tenant
+        level = ask.tier
         try:
-            if self._budgets is not None and classification.tenant.limits.have_budgets:
-                ask = self._budgets.within(ask, classification.tenant, self._pool)
+            if self._budgets is not None and tenant.limits.have_budgets:
+                ask = self._budgets.within(ask, tenant, self._pool)
                 level = ask.tier
             self._lease = lease = await self._pool.enter(ask)
-            level = lease.tier
-            if lease.grant is None and self._sizes is not None and self._request.expected is not None:
-                lease.size_now = partial(self._request.expect, self._sizes, self._pool)
+            level = lease.ask.tier
+            if lease.grant is None and self._sizes is not None and self.request.expected is not None:
+                lease.size_now = partial(self._size_now, self._sizes)
         except QueueFull as full:
             level = level if full.level is None else full.level
             raise
         finally:
-            classification.note_charged(level)
+            if level != self.request.classification.level:
+                self.request = self.request.charged(level)
             self._user.entered(lease)
         return lease
 
@@ -205,7 +226,10 @@ class Turn:
     def leave(self) -> None:
         """Leaves nothing in the pool. Called at the end of the block, and harmless where the lease was settled."""
         lease, self._user = self._lease, ALONE  # it has this turn: a cycle would wait for the garbage collector
-        if lease is None or lease.is_over or self._outlasts:
+        if lease is None:
+            return
+        lease.size_now = None
+        if lease.is_over or self._outlasts:
             return
         if not lease.settle(0):
             self._left = lease.leave()
@@ -226,7 +250,7 @@ class Turn:
         pool's refusal.
         """
         self.report_preempted()
-        self._limit_wait(self._pool.now_us(), self._request.max_wait_s)
+        self._limit_wait(self._pool.now_us(), self.request.max_wait_s)
         return await self._wait(self.lease.requeue())
 
     async def hand_back(self, barred: tuple[str, ...] = (), *, others_answer: bool) -> Grant:
@@ -240,7 +264,7 @@ class Turn:
         self._reports.preempted(grant.at_us, self.hand_backs, is_unreached=True)
         self._reports.queued(lambda: _UNANSWERED if others_answer else self._obstacle())
         if not self.preemptions and self._ends_us is None:
-            self._limit_wait(self.lease.entered_us, self._request.longest_wait_s(self._policy))
+            self._limit_wait(self.lease.entered_us, self.request.longest_wait_s(self._policy))
         if self._ends_us is not None:
             self._ends_us += max(0, self._pool.now_us() - grant.at_us)
         return await self._wait(self.lease.hand_back(barred))
@@ -255,6 +279,10 @@ class Turn:
         """Ends the wait, where the request waits: it raises TurnEnded."""
         if self.lease.grant is None:
             self.lease.give_up()
+
+    def _size_now(self, sizes: LeaseSizes) -> int:
+        self.request = self.request.expecting(sizes, self._pool)
+        return self.request.tokens
 
     def _held(self) -> Grant:
         assert self.lease.grant is not None
@@ -285,7 +313,7 @@ class Turn:
         if comments is not None:
             await comments.admitted(grant.queue_wait_us / 1e6)
         if self._budgets is not None and not self.preemptions and not self.hand_backs:
-            over = self._budgets.used_up(self._request.classification.tenant)
+            over = self._budgets.used_up(self.request.classification.tenant)
             if over is not None:
                 raise TurnEnded(EndCause.BUDGET, await self._how_it_went(), over)
         return grant

@@ -11,7 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
+from msgspec.structs import replace
+
+from sidecar.admission.intake import RequestIntake, SizedRequest, counted, sized_for
 from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.request_path import find_endpoint
@@ -44,7 +46,7 @@ from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tenant import Tenant
-from sidecar.pools import Ask, Pool
+from sidecar.pools import Pool
 
 SMALLEST = {
     Api.CHAT: b'{"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}',
@@ -165,17 +167,17 @@ class RequestExplanation:
             if intake.classification is not None:
                 self._found |= self._classification(intake.classification)
         assert request is not None
-        await count_tokens(request, self._snapshot)
+        request = await counted(request, self._snapshot)
         policy = of_model(self._policy, request.payload.model, request.body)
         pool = empty_pool(policy)
-        request.hits = None if policy.engines is None else ()  # no engine has anything of its prompt yet
+        if policy.engines is not None:
+            request = replace(request, hits=())  # no engine has anything of its prompt yet
         sizes = LeaseSizes(policy.learn, pool.now_us, LengthEstimator())
-        meter, names = GainMeter(pool.now_us, sizes), self._snapshot.tier_names
-        ask = sized_ask(pool, request, sizes, lambda request: meter.appraise(request, names))
-        self._note_size(request, ask, policy)
+        request = sized_for(pool, request, sizes, GainMeter(pool.now_us, sizes), self._snapshot.tier_names)
+        self._note_size(request, policy)
         self._found["placement"] = placement(self._policy, policy, self._found["holds"])
         self._found["guards"] = guards(policy, pool, request.classification.level)
-        await self._take_turn(request, ask, pool)
+        request = await self._take_turn(request, pool)
         self._found["gain"] = gain(self._policy, request)
         self._found["engine"] = self._engine(endpoint.api, request.classification.level)
 
@@ -236,11 +238,16 @@ class RequestExplanation:
                 return f"{place}: {key}: {best}"
         return f"tenant {tenant.name}"
 
-    async def _take_turn(self, request: SizedRequest, ask: Ask, pool: Pool) -> None:
-        """Takes its turn in an empty pool. Raises the pool's refusal, or that of a wait that no grant would end."""
+    async def _take_turn(self, request: SizedRequest, pool: Pool) -> SizedRequest:
+        """Takes its turn in an empty pool. Returns the request as the pool charges it.
+
+        Raises the pool's refusal, or that of a wait that no grant would end.
+        """
+        turn = Turn(pool, self._policy, request, request.ask())
         try:
-            lease = await Turn(pool, self._policy, request, ask).enter()
+            lease = await turn.enter()
         finally:
+            request = turn.request
             self._found |= self._classification(request.classification)
         tier = self._policy.tiers[request.classification.level]
         self._found["longest_wait_s"] = longest_s = request.longest_wait_s(self._policy)
@@ -249,15 +256,16 @@ class RequestExplanation:
         await pool.close()
         if not is_granted and longest_s is not None:  # no engine is large enough, although all of them are idle
             raise no_room(pool, tier, longest_s)
+        return request
 
-    def _note_size(self, request: SizedRequest, ask: Ask, policy: Policy) -> None:
+    def _note_size(self, request: SizedRequest, policy: Policy) -> None:
         level, sizes = request.classification.level, SizeLimits(policy)
         tokens, requests = sizes.limits(level)
         payload = request.payload
         self._found["holds"] = {
-            "tokens": ask.tokens,
+            "tokens": request.tokens,
             "unsized": payload.unsized,
-            "requests": ask.requests,
+            "requests": request.requests,
             "prompt_tokens": request.prompt_tokens,
             "prompts": payload.prompts,
             "choices": payload.choices,

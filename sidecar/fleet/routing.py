@@ -322,7 +322,7 @@ class Route:
         if isinstance(error, EngineRefused):
             self._refusals += 1
             if member is not None:
-                routing.refused(member, error, self._request.requests, self._request.classification.tenant.name)
+                routing.refused(member, error, self._lease.ask.requests, self._request.classification.tenant.name)
             return self._counted(ReplayReason.FULL)
         if not self._call.may_run and not self._is_there(member):
             return self._counted(ReplayReason.UNREACHED)

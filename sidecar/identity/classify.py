@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -107,7 +107,7 @@ _NO_ENGINE = SourceAnswer(TierSource.ENGINE, None)
 _DEFAULT = SourceAnswer(Fallback.DEFAULT, None)
 
 
-class Classification(msgspec.Struct, gc=False):
+class Classification(msgspec.Struct, frozen=True, gc=False):
     """A request's tenant and level.
 
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
@@ -122,10 +122,13 @@ class Classification(msgspec.Struct, gc=False):
     ignored: tuple[str, ...]
     downgraded_from: int | None = None
 
-    def note_charged(self, level: int | None) -> None:
-        """Takes over the level that the pool names: the one that it charges, or the one whose queue is full."""
-        if level is not None and level != self.level:
-            self.downgraded_from, self.level = self.level, level
+    def charged(self, level: int) -> Classification:
+        """With the level that the pool charges, or whose queue is full."""
+        return msgspec.structs.replace(self, level=level, downgraded_from=self.level)
+
+    def ignoring(self, more: Iterable[str]) -> Classification:
+        """With more that did not count."""
+        return msgspec.structs.replace(self, ignored=(*self.ignored, *more))
 
 
 class Classifier:

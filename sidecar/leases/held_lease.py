@@ -265,6 +265,8 @@ class HeldLease(TurnUser):
 
     def entered(self, lease: Lease | None) -> None:
         """See `TurnUser`."""
+        assert self._turn is not None
+        self._request = self._turn.request
         self._classified(self._now_us() if lease is None else lease.entered_us)
         self._lease = lease
         if lease is not None and self._asked.is_preemptible:
@@ -335,6 +337,8 @@ class HeldLease(TurnUser):
 
     def _end(self) -> None:
         self._is_over = True
+        if self._turn is not None:
+            self._turn.leave()
         self._controller.watchdog.discard(self)
 
     def _now_us(self) -> int:

@@ -48,7 +48,6 @@ class LeaseRequest(NamedTuple):
             raise ValueError(f"model: {self.model!r} is no name; write a text, or None")
         tenant, source = self._tenant(policy), TierSource.KEY if self.tier is None else Fallback.LEASE
         return SizedRequest(
-            body=b"",
             headers={},
             payload=Payload(self.model, stream=False),
             classification=Classification(tenant, self._level(policy, tenant), source, None, ()),

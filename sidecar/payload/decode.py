@@ -68,7 +68,7 @@ class Payload(msgspec.Struct, gc=False):
     field with a prompt whose size the body does not say. `is_understood` says that the prompt is only text in the API's
     own fields: only then the engine's count of it shows how many bytes a token has. `traits` say something about the
     answer's length. `hidden_choices` are those of `choices` that are no part of the answer: of `best_of` it has `n`.
-    `stream_options` are undecoded, None if absent or if the API has none.
+    `stream_options` are undecoded, None if absent or if the API has none. `body` is all of it, as it came.
     """
 
     model: str | None
@@ -89,6 +89,12 @@ class Payload(msgspec.Struct, gc=False):
     traits: Traits = NO_TRAITS
     hidden_choices: int = 0
     stream_options: bytes | None = None
+    body: bytes = b""
+
+    def drop_text(self) -> None:
+        """Frees the text, which may be megabytes, once it is forwarded or never will be."""
+        self.body = b""
+        self.parts = ()
 
     def text(self) -> str:
         """The text that a tokenizer would count."""

@@ -1,9 +1,10 @@
-"""A request's ask of a pool, and the lease that a request waits for, holds, and gives back exactly once."""
+"""A request's ask of a pool, and the lease that it waits for, holds, and gives back exactly once; the pools' clock."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from time import monotonic_ns
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -16,6 +17,14 @@ from sidecar.scheduling.tickets import Ticket, TicketGain
 
 if TYPE_CHECKING:
     from sidecar.pools.pool import Pool
+
+Clock = Callable[[], int]
+
+
+def monotonic_us() -> int:
+    """The process's monotonic clock in whole microseconds."""
+    return monotonic_ns() // 1000
+
 
 _MUCH = 8
 """Requests are sized anew for an eighth more or less than before: less is no reason for another call to the store."""

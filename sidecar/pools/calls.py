@@ -116,7 +116,7 @@ class Owed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SloSeen(msgspec.Struct, array_like=True, frozen=True):
-    """First tokens and answers of a guarded tier that met its SLO, and those that missed it. `told_with`: see above."""
+    """Requests of a guarded tier that met its SLO, and those that missed it. `told_with`: see above."""
 
     tier: str
     met: int

@@ -18,7 +18,7 @@ from sidecar.errors import CapacityUnknown
 from sidecar.policy.choices import Mode
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
-from sidecar.pools.clock import Clock, monotonic_us
+from sidecar.pools.base import Clock, monotonic_us
 from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader, Size, warn_of_unbounded
 
 

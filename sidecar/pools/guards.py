@@ -93,7 +93,7 @@ class MemberGuard:
         return bool(self._levels)
 
     def note(self, level: int, tenant: str, *, is_missed: bool, now_us: int) -> int | None:
-        """A first token or an answer of a tier. Returns when it is to be told, None where the tier is not guarded."""
+        """A request of a tier. Returns when it is to be told, None where the tier is not guarded."""
         if level not in self._levels:
             return None
         self._counts.setdefault(level, {}).setdefault(tenant, [0, 0])[is_missed] += 1

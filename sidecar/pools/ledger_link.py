@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from sidecar.pools.base import PeerReport
+from sidecar.pools.base import Clock, PeerReport
 from sidecar.pools.calls import Call, Reply, WakeUp
-from sidecar.pools.clock import Clock
 from sidecar.pools.ledger import Ledger
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter

@@ -247,7 +247,7 @@ class Member:
         self._call_by(now_us)
 
     def note_slo(self, tier: int, tenant: str, *, is_missed: bool, now_us: int) -> None:
-        """A first token or an answer that met its tier's SLO or missed it (rule 10)."""
+        """A request met its tier's SLO or missed it (rule 10)."""
         tell_at_us = self._guard.note(tier, tenant, is_missed=is_missed, now_us=now_us)
         if tell_at_us is not None:
             self._call_by(tell_at_us)

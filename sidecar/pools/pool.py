@@ -16,9 +16,8 @@ from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tenant import Limits
 from sidecar.pools.alarm import Alarm
-from sidecar.pools.base import Ask, Lease, WaitOutcome
+from sidecar.pools.base import Ask, Clock, Lease, WaitOutcome, monotonic_us
 from sidecar.pools.calls import Cap, Drain, EngineView, Reply, WakeUp
-from sidecar.pools.clock import Clock, monotonic_us
 from sidecar.pools.engine_reports import change_sizes, found_by, placed
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer
@@ -433,7 +432,7 @@ class Pool(ReportedPool):
             self._run()
 
     def note_slo(self, tier: int, tenant: str, is_missed: bool) -> None:
-        """A request of a guarded tier has met a time of its objective, or missed it."""
+        """A request of a tier has met its SLO or missed it, once. Nothing changes where that is not guarded."""
         self._member.note_slo(tier, tenant, is_missed=is_missed, now_us=self.now_us())
         self._run_when_due()
 

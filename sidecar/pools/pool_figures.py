@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from sidecar.events import Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.base import Ask, Grant, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
-from sidecar.pools.clock import Clock
+from sidecar.pools.base import Ask, Clock, Grant, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.engine_reports import engine_figures, engine_obstacle, engine_state
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import EngineFigures, EngineOffer

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from sidecar.durations import short_duration
 from sidecar.events import StoreChanged, StoreObserver, StoreState
-from sidecar.pools.clock import Clock
+from sidecar.pools.base import Clock
 
 _log = logging.getLogger("sidecar.store")
 

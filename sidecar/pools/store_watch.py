@@ -11,9 +11,8 @@ from sidecar.errors import StoreUnavailable
 from sidecar.events import StoreObserver, StoreState
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import largest_admissible
-from sidecar.pools.base import Ask, Lease
+from sidecar.pools.base import Ask, Clock, Lease
 from sidecar.pools.calls import ALONE_US, DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
-from sidecar.pools.clock import Clock
 from sidecar.pools.engines import EngineOffer, name_and_incarnation, sum_figures
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import MemberMode

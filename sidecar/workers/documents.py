@@ -23,7 +23,7 @@ def merged_state(rows: Sequence[Document], found: Sequence[Document | None]) -> 
     if not answers:
         return {"workers": rows}
     draining = any(one["draining"] for one in answers)
-    return {**_merged_pools(answers), **_sum_of(_COUNTS, answers), "draining": draining, "workers": rows}
+    return {**_merged_pools(answers), **_added_up(_COUNTS, answers), "draining": draining, "workers": rows}
 
 
 def merged_engines(answers: Sequence[Document]) -> Document:
@@ -31,7 +31,7 @@ def merged_engines(answers: Sequence[Document]) -> Document:
     by_id: dict[tuple[str, str], list[Document]] = {}
     for row in (row for answer in answers for row in answer["engines"]):
         by_id.setdefault((row["name"], row["id"]), []).append(row)
-    return {"engines": [{**rows[0], **_sum_of(_ENGINE_COUNTS, rows)} for rows in by_id.values()]}
+    return {"engines": [{**rows[0], **_added_up(_ENGINE_COUNTS, rows)} for rows in by_id.values()]}
 
 
 def _merged_pools(states: Sequence[Document]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _without(document: Document, *names: str) -> dict[str, Any]:
     return {key: value for key, value in document.items() if key not in names}
 
 
-def _sum_of(names: Collection[str], documents: Sequence[Document]) -> Document:
+def _added_up(names: Collection[str], documents: Sequence[Document]) -> Document:
     return {name: _sum([document[name] for document in documents]) for name in names}
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin.answers import FRESH, Liveness, Readiness, json_answer, refused
 from sidecar.admission.engine_pages import fetch_page
@@ -41,25 +41,30 @@ class WorkerPages:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one HTTP scope."""
-        request = Request(scope, receive)
-        answer = await self._answer(request)
-        if answer is None:
-            await self._relay(request, send)
-        else:
+        answer = await self._answer(Request(scope, receive))
+        scope = {**scope, "extensions": {INTERNAL_REQUEST: {}}}  # for a worker
+        try:
             await answer(scope, receive, send)
+        except ResponseCut:  # the worker has ended; a live page connects again
+            await send({"type": "http.response.body", "body": b""})
+        except EngineUnreachable:  # it has just ended
+            await _no_worker()(scope, receive, send)
+        except AdmissionError as error:  # it cannot be relayed
+            await refused(error.status, error.code, error.message)(scope, receive, send)
 
-    async def _answer(self, request: Request) -> Response | None:
-        """The answer of the supervisor itself; None where a worker has it."""
+    async def _answer(self, request: Request) -> ASGIApp:
+        """The answer of the supervisor itself, or the pages of the worker that has it."""
         path = request.scope["path"]  # `request.url` has the one that the `Host` says (Starlette 0.49 to 1.0)
-        if request.method not in ("GET", "HEAD"):
-            return None
-        if path == "/healthz":
-            return json_answer(Liveness())
-        if path in ("/readyz", "/state"):
-            answers = [_document(answer) for answer in await _ask_all(self._crew.workers, path)]
-            return self._readyz(answers) if path == "/readyz" else self._state(answers)
-        summed = _SUM.fullmatch(path)
-        return None if summed is None else await self._summed(request, path, summed[1])
+        if request.method in ("GET", "HEAD"):
+            if path == "/healthz":
+                return json_answer(Liveness())
+            if path in ("/readyz", "/state"):
+                answers = [_document(answer) for answer in await _ask_all(self._crew.workers, path)]
+                return self._readyz(answers) if path == "/readyz" else self._state(answers)
+            if summed := _SUM.fullmatch(path):
+                return await self._summed(request, path, summed[1])
+        worker = await self._one_for(request)
+        return _no_worker() if worker is None else worker.pages
 
     def _state(self, answers: Sequence[Document | None]) -> Response:
         return JSONResponse(merged_state([_row(worker) for worker in self._crew.workers], answers))
@@ -77,14 +82,15 @@ class WorkerPages:
         answer = Readiness(status, list(dict.fromkeys(reasons)), list(dict.fromkeys(notices)))
         return json_answer(answer, 503 if reasons else 200)
 
-    async def _summed(self, request: Request, path: str, page: str) -> Response | None:
-        """The sum of the workers' pages; None where one of them refuses it."""
+    async def _summed(self, request: Request, path: str, page: str) -> ASGIApp:
+        """The sum of the workers' pages, or those of one that refuses it."""
         async with self._scraping:
             serving = self._crew.serving()
             pids, answers = [worker.pid for worker in serving], await _ask_all(serving, path, OPEN_METRICS)
+            for worker, answer in zip(serving, answers, strict=True):
+                if answer is not None and answer.status != 200:
+                    return worker.pages
             found = {pid: answer for pid, answer in zip(pids, answers, strict=True) if pid and answer}
-            if any(answer.status != 200 for answer in found.values()):
-                return None
             if page == "engines":
                 documents = [json.loads(answer.text) for answer in found.values()]
                 return JSONResponse(merged_engines(documents), headers=FRESH) if found else _no_worker()
@@ -102,21 +108,6 @@ class WorkerPages:
             restarts=sum(worker.restarts.total for worker in workers),
         )
         return encode(self._metrics)
-
-    async def _relay(self, request: Request, send: Send) -> None:
-        """The answer of one worker."""
-        worker, refusal = await self._one_for(request), _no_worker()
-        try:
-            if worker is None:
-                await refusal(request.scope, request.receive, send)
-            else:
-                await worker.pages({**request.scope, "extensions": {INTERNAL_REQUEST: {}}}, request.receive, send)
-        except ResponseCut:  # the worker has ended; a live page connects again
-            await send({"type": "http.response.body", "body": b""})
-        except AdmissionError as error:
-            if not isinstance(error, EngineUnreachable):  # else it has just ended
-                refusal = refused(error.status, error.code, error.message)
-            await refusal(request.scope, request.receive, send)
 
     async def _one_for(self, request: Request) -> WorkerProcess | None:
         """A worker that serves. Where a request is asked for, the first that knows it."""

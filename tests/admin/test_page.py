@@ -219,8 +219,9 @@ async def test_the_speed_of_the_engines_is_shown_where_tokens_have_deadlines(too
 async def test_a_tier_says_how_many_of_its_requests_ended_as_promised(tools: str) -> None:
     buckets = [Bucket(1_700_000_000, offered=30, met=29, gain_earned=97, gain_attainable=100)]
     buckets.append(Bucket(1_700_000_005, offered=10, met=5, gain_earned=0, gain_attainable=100))
-    async with shown(tools, overview(tier("high", recent=buckets), tier("low", 1))) as (page, _):
+    async with shown(tools, overview(tier("high", recent=buckets, guarded="97.4% met"), tier("low", 1))) as (page, _):
         await page.until("document.getElementById('tier-rows').children.length === 2")
+        assert (await cells(page, 0))[0].endswith("\n97.4% met")
         assert "85% of 40 as promised, 49% of tokens in time" in (await cells(page, 0))[0]
         assert "as promised" not in (await cells(page, 1))[0]
 

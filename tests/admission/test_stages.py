@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from sidecar.admission.request import Stage
+from sidecar.admission.turn import Stage
 from tests.support.middleware import SMALL, App, Caller, Guarded, policy
 from tests.support.stages import DRAWN, entered
 

@@ -136,14 +136,15 @@ def test_alerts_that_no_promise_of_the_policy_can_raise_are_counted(
     text = "engine: none\ncapacity: {tokens: 5k}\nanonymous: normal\ntiers: {high: {slo: {SLO}}, normal: {}}\n"
     path.write_text(text.replace("SLO", "queue_wait: 1s, ttft: 2s"))
     assert main(["check", str(path)]) == 0
-    silent = "AdmissionTierStarves (starvation), AdmissionTierStarved (starvation)"
-    assert f"\n2 alerts can never fire, as no tier promises it: {silent}\n" in capsys.readouterr().out
-    path.write_text(text.replace("SLO", "queue_wait: 1s, ttft: 2s, starvation: 1m"))
+    silent = "AdmissionTierStarves (starvation), AdmissionTierStarved (starvation), AdmissionSloGuardInVain (hold)"
+    assert f"\n3 alerts can never fire, as no tier promises it: {silent}\n" in capsys.readouterr().out
+    path.write_text(text.replace("SLO", "queue_wait: 1s, ttft: 2s, starvation: 1m, tpot: 50ms, hold: 97%"))
     assert main(["check", str(path)]) == 0
     assert "can never fire" not in capsys.readouterr().out
     in_rules = {rule.name: rule.expression for rule in alerts() if "admission_slo_" in rule.expression}
     for key, names in ALERTS.items():
-        assert all(f"admission_slo_{key}_seconds" in in_rules.pop(name) for name in names)
+        metric = f"admission_slo_{key}" if key == "hold" else f"admission_slo_{key}_seconds"
+        assert all(metric in in_rules.pop(name) for name in names)
     assert not in_rules
 
 

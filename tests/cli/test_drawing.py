@@ -85,7 +85,7 @@ def test_there_is_a_sentence_on_leases_promises_and_preemptions_where_there_is_s
     refused = RefusalView(1.0, "batch", "acme", "queue_timeout", 503, "no room", "id", 2.0, "one", preempted=1)
     said = joined(
         overview(
-            tier("high", recent=buckets),
+            tier("high", recent=buckets, guarded="97.4% met of 1,204 (97% promised), and so on"),
             gave_way(),
             lease_sizes=[sizes("a", held_tokens=0, used_tokens=0), raised],
             refusals=[refused],
@@ -96,6 +96,7 @@ def test_there_is_a_sentence_on_leases_promises_and_preemptions_where_there_is_s
     assert "quantile 0.95 to 0.9875, overlap 0.83 to 1; grew 24x, 7 preempted by the engine" in said
     assert "b: rrrr" in said
     assert "as promised, 5 min: high 85% of 40, 97% of tokens in time" in said
+    assert "high: 97.4% met of 1,204 (97% promised), and so on" in said
     assert "batch: preempted 3 times, 9.6 s at the engine lost" in said
     assert "queue_timeout after 2.0 s, preempted 1x: no room" in said
 

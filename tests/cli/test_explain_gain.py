@@ -141,9 +141,9 @@ def test_the_figures_are_those_that_the_sidecar_gives_the_request(
     given: list[TicketGain | None] = []
     appraise = GainMeter.appraise
 
-    def spy(meter: GainMeter, request: Any, tier_names: Any) -> None:
-        appraise(meter, request, tier_names)
-        given.append(request.gain)
+    def spy(meter: GainMeter, request: Any, tier_names: Any) -> TicketGain | None:
+        given.append(appraise(meter, request, tier_names))
+        return given[-1]
 
     monkeypatch.setattr(GainMeter, "appraise", spy)
     (policy / "body.json").write_text(json.dumps({"model": "m", **body}))

@@ -5,8 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sidecar.cluster.document import EngineStatus, OldestWaiter, ReplicaView, TenantView
-from sidecar.cluster.phrases import count, crowd, engine_headline, headline, sentence_for, starving, waits_at_its_limit
+from sidecar.cluster.document import EngineStatus, OldestWaiter, ReplicaView, TenantView, TierGuard
+from sidecar.cluster.phrases import (
+    as_guarded,
+    count,
+    crowd,
+    engine_headline,
+    headline,
+    sentence_for,
+    starving,
+    waits_at_its_limit,
+)
 from sidecar.durations import short_duration
 from sidecar.policy.choices import Mode
 from sidecar.telemetry.recent import Bucket, Overtakings
@@ -73,6 +82,7 @@ def test_it_is_the_one_that_starves_most_not_the_one_that_waits_longest() -> Non
         ("always_first", "because high always goes first"),
         ("reserve", "because high held less than its reserve"),
         ("limit", "because batch was at its limit"),
+        ("guarded", "because the SLO of a more important tier left no room to batch"),
         ("another", "because of the rule another"),
     ],
 )
@@ -94,6 +104,15 @@ def test_who_waits_at_its_own_limit_does_not_starve() -> None:
     assert headline([tier("high"), waits]) == ("No request starves. batch waits longest: 3 m 12 s, at its own limit.")
     gone = msgspec.structs.replace(waits, oldest=None, is_at_limit=False, recent=[Bucket(0, starvation_max_s=12.0)])
     assert headline([tier("high"), gone]) == "No request waits."
+
+
+def test_a_guarded_tier_says_what_it_meets_and_what_it_leaves() -> None:
+    guard = TierGuard(0.3501, 0.25, 0.31, {"met": 2000, "missed": 50}, is_in_vain=False)
+    leaves = "less important work fills to 35% (31% held)"
+    assert as_guarded(guard, 0.97, 1173, 31) == f"97.4% met of 1,204 (97% promised), {leaves}"
+    assert as_guarded(guard, 0.995, 0, 0) == f"none ended lately (99.5% promised), {leaves}"
+    vain = msgspec.structs.replace(guard, is_in_vain=True)
+    assert as_guarded(vain, 0.97, 1, 1) == f"50.0% met of 2 (97% promised), {leaves}, and is not why it misses"
 
 
 def test_when_no_one_waits_it_still_says_who_starved_before() -> None:

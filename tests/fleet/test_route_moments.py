@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.admission.answer import Answer
 from sidecar.engines import Vllm
-from sidecar.events import Settled
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.fleet.engines import LocalEngine
@@ -246,36 +244,3 @@ async def _background(sidecar: Routed, output: int = 20) -> Any:
         reply = type("Reply", (), {"status": answer.status, "engine": headers.get("x-admission-engine")})
         await answer.read()
         return reply
-
-
-async def test_chunks_of_a_stream_reach_the_client_of_our_own_server_without_messages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    event, bodies = b'data: {"choices": [{"delta": {"content": "w"}}]}\n\n', []
-    send_message = Answer.send
-
-    async def streams(connection: Connection, _: Received) -> None:
-        await connection.send(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
-        for _ in range(50):
-            await connection.send_chunk(event)
-            await asyncio.sleep(0.005)
-        await connection.send(b"0\r\n\r\n")
-
-    def send(self: Answer, message: Any) -> Any:
-        bodies.append(message.get("body", b""))
-        return send_message(self, message)
-
-    monkeypatch.setattr(Answer, "send", send)
-    async with (
-        rude(streams) as engines,
-        routed(write_policy(tmp_path / "policy.yaml", engines_of(engines)), http=BoundedHttpProtocol) as sidecar,
-    ):
-        found = await sidecar.ask(stream=True)
-        assert found.body == event * 50
-        await sidecar.nothing_left()
-        story = sidecar.recorder.stories[0].end
-        assert isinstance(story, Settled)
-        assert story.tokens_used >= 50
-    assert sum(map(len, bodies)) <= 5 * len(event)  # the first, and what came before it was passed on

@@ -11,9 +11,7 @@ import pytest
 
 from tests.fleet.engines import LocalEngine, RudeEngine
 from tests.fleet.routed import (
-    OK_BODY,
     Act,
-    engines_of,
     fleet_before,
     ok,
     refusing,
@@ -50,45 +48,13 @@ async def test_a_refusal_is_known_by_its_head_whatever_its_body_does(tmp_path: P
         assert (found.status, found.engine, sidecar.replays) == (200, "b", {"full": 1})
 
 
-async def byte_by_byte(connection: Connection, _: Received) -> None:
-    for byte in response(OK_BODY):
-        await connection.send(bytes((byte,)))
-        await asyncio.sleep(0)
-
-
-async def after_early_hints(connection: Connection, _: Received) -> None:
-    await connection.send(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n")
-    await connection.send(response(OK_BODY))
-
-
-async def with_trailers(connection: Connection, _: Received) -> None:
-    await connection.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ntrailer: x-sum\r\n\r\n")
-    await connection.send(b"%x\r\n%s\r\n0\r\nx-sum: 1\r\n\r\n" % (len(OK_BODY), OK_BODY))
-
-
-async def without_length(connection: Connection, _: Received) -> None:
-    await connection.send(b"HTTP/1.1 200 OK\r\n\r\n" + OK_BODY)
-    connection.close()
-    await connection.hung_up()
-    raise ConnectionResetError
-
-
-@pytest.mark.parametrize("act", [byte_by_byte, after_early_hints, with_trailers, without_length])
-async def test_odd_answers_are_answers(tmp_path: Path, act: Act) -> None:
-    async with rude(act) as (a,), routed(write_policy(tmp_path / "policy.yaml", engines_of([a]))) as sidecar:
-        for _ in range(3):
-            found = await sidecar.ask()
-            assert (found.status, found.body, found.error) == (200, OK_BODY, None)
-        assert sidecar.replays == {}
-
-
 @pytest.mark.parametrize("body", [b"", b"{}"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_without_a_body_ends_its_request(tmp_path: Path, body: bytes, stream: bool) -> None:
     async def empty(connection: Connection, _: Received) -> None:
         await connection.send(response(body))
 
-    async with rude(empty) as (a,), routed(write_policy(tmp_path / "policy.yaml", engines_of([a]))) as sidecar:
+    async with fleet_before(tmp_path, empty) as (sidecar, _a):
         found = await sidecar.ask(stream=stream)
         assert (found.status, found.body, found.engine) == (200, body, "a")
 
@@ -111,35 +77,6 @@ async def test_what_is_no_answer_is_a_break(tmp_path: Path, act: Act) -> None:
     async with fleet_before(tmp_path, act, ok) as (sidecar, _a, _b):
         found = await asyncio.wait_for(sidecar.ask(), 60)
         assert (found.status, found.engine) == (200, "b")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("retry_after", [(), ("retry-after: 30",)])
-async def test_an_engine_that_refuses_one_tenants_requests_serves_the_others(
-    tmp_path: Path, retry_after: tuple[str, ...]
-) -> None:
-    async def picky(connection: Connection, request: Received) -> None:
-        if b"bad" in request.body:
-            await connection.send(response(b'{"error": "no"}', "503 Full", *retry_after))
-        else:
-            await asyncio.sleep(0.02)
-            await ok(connection, request)
-
-    async with fleet_before(tmp_path, picky, picky) as (sidecar, _a, _b):
-        ends_s = time.monotonic() + 2
-
-        async def keeps_asking(text: str) -> list[tuple[int, float]]:
-            found = []
-            while (began_s := time.monotonic()) < ends_s:
-                status = (await sidecar.ask(text)).status
-                found.append((status, time.monotonic() - began_s))
-            return found
-
-        bad, *good = await asyncio.gather(keeps_asking("bad"), *(keeps_asking("good") for _ in range(6)))
-        assert {status for found in good for status, _ in found} == {200}
-        assert {status for status, _ in bad} == {503}
-        assert sum(len(found) for found in good) > 20, "not one in thirty seconds"
-        assert max(took_s for found in good for _, took_s in found) < 5, "five tries of a bad one that came before"
 
 
 async def test_an_engine_that_accepts_and_closes_at_once_costs_no_client_anything(tmp_path: Path) -> None:
@@ -315,15 +252,6 @@ async def test_a_request_that_crashes_its_engine_meets_two_of_them_at_most_howev
         assert len(set(sent)) == 2
     for server in servers:
         server.close()
-
-
-def test_two_engines_at_one_address_are_a_mistake_with_its_line(tmp_path: Path) -> None:
-    from sidecar.policy.compiler import load
-    from sidecar.policy.problems import PolicyError
-
-    path = write_policy(tmp_path / "policy.yaml", static("http://a:1", "http://a:1"))
-    with pytest.raises(PolicyError, match=r"policy\.yaml:3.*http://a:1"):
-        load(path)
 
 
 async def test_an_engine_that_is_the_sidecar_itself_gets_no_request(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ OF_SIZES = re.compile(r"admission_(lease_|output_|engine_preemptions)")
 """Metrics of the sizes of leases, which `test_measured_metrics` asks for."""
 OF_GAIN = re.compile(r"admission_(gain_|slo_requests|engine_time_|engine_prediction_error_)")
 """Metrics of service gain, which `test_measured_metrics` asks for."""
+OF_GUARD = re.compile(r"admission_(guard_|slo_hold)")
+"""Metrics of guarded tiers, which `test_measured_metrics` asks for."""
 SUFFIXES = ("", "_total", "_seconds", "_seconds_bucket", "_seconds_total")
 _TOKEN = re.compile(r"\badmission_\w+")
 

@@ -1,5 +1,5 @@
-"""A real Prometheus scrapes a sidecar that learns output lengths and measures service gain: the metrics and the panels
-of both."""
+"""A real Prometheus scrapes a sidecar that learns output lengths, measures service gain and holds an SLO: the metrics
+and the panels of these."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from tests.cluster.replicas import CHAT
 from tests.fleet.served import POLICY, ServedFleet, served_fleet
-from tests.otel.files import OF_GAIN, OF_SIZES, queries
+from tests.otel.files import OF_GAIN, OF_GUARD, OF_SIZES, queries, rules
 from tests.otel.overload import KNOWN_AFTER_S
 from tests.otel.test_prometheus import for_this_pool
-from tests.otel.test_reference import EVERYWHERE, GAIN_METRICS, SIZE_METRICS, Listed
+from tests.otel.test_reference import EVERYWHERE, GAIN_METRICS, GUARD_METRICS, SIZE_METRICS, Listed
 from tests.support.each import each
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.redis_servers import until
@@ -28,12 +28,14 @@ MOST_S = 80.0
 OUTPUT = 40
 MEASURING = POLICY.replace(
     "capacity: {{tokens: 20k, requests: {requests}}}", "capacity: {{from: engine, learn: full}}"
-).replace("high: {{}}", "high: {{slo: {{ttft: 5s, tpot: 500ms}}, gain: {{weight: 4}}}}")
+).replace("high: {{}}", "high: {{slo: {{ttft: 5s, tpot: 500ms, hold: 97%}}, gain: {{weight: 4}}}}")
 ENOUGH = (
     "up == 1",
     "admission_output_answers_total > 50",
     "admission_slo_requests_total > 50",
     "admission_gain_earned_total > 8000",
+    'admission_guard_requests_total{admission_slo="met"} > 50',
+    *(rule.expression for rule in rules() if OF_GUARD.search(rule.expression) and not rule.is_alert),
     "admission_engine_prediction_error_between_tokens",
 )
 """What is there when the load has been long enough, beside what the panels show."""
@@ -84,11 +86,11 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         prometheus(folder, [fleet.admin.removeprefix("http://")], []) as server,
     ):
         until(server.scraped, "the sidecar is scraped", PATIENCE_S)
-        shown = [*panels_about(OF_SIZES).values(), *panels_about(OF_GAIN).values()]
+        shown = [*panels_about(OF_SIZES).values(), *panels_about(OF_GAIN).values(), *panels_about(OF_GUARD).values()]
         yield server, asyncio.run(load(fleet, server, *ENOUGH, *shown))
 
 
-@each(("subject", "of_the_page"), [(OF_SIZES, SIZE_METRICS), (OF_GAIN, GAIN_METRICS)])
+@each(("subject", "of_the_page"), [(OF_SIZES, SIZE_METRICS), (OF_GAIN, GAIN_METRICS), (OF_GUARD, GUARD_METRICS)])
 def test_the_metrics_are_those_of_the_page_with_their_labels(
     scraped: tuple[Prometheus, float], subject: re.Pattern[str], of_the_page: Mapping[str, Listed]
 ) -> None:
@@ -101,7 +103,7 @@ def test_the_metrics_are_those_of_the_page_with_their_labels(
     assert found == {name: labels for name, labels in listed.items() if subject.match(name)}
 
 
-@each(("subject", "least"), [(OF_SIZES, 9), (OF_GAIN, 9)])
+@each(("subject", "least"), [(OF_SIZES, 9), (OF_GAIN, 9), (OF_GUARD, 5)])
 def test_every_panel_finds_data(scraped: tuple[Prometheus, float], subject: re.Pattern[str], least: int) -> None:
     server, at_s = scraped
     asked = panels_about(subject)
@@ -124,6 +126,15 @@ def test_the_sizes_are_those_of_what_ran(scraped: tuple[Prometheus, float]) -> N
     assert answers.labels["admission_output_ratio"] == "1"
     assert answers.labels["admission_tenant"] == "anonymous"
     assert answers.value > 50
+
+
+def test_the_guard_counts_what_ran(scraped: tuple[Prometheus, float]) -> None:
+    server, at_s = scraped
+    counted = {one.labels["admission_slo"]: one.value for one in server.query("admission_guard_requests_total", at_s)}
+    assert counted["met"] > 50
+    assert counted["missed"] == 0
+    (hold,), (vain,) = (server.query(name, at_s) for name in ("admission_slo_hold", "admission_guard_in_vain"))
+    assert (hold.value, hold.labels["admission_tier"], vain.value) == (0.97, "high", 0)
 
 
 def test_the_gain_is_that_of_what_ran(scraped: tuple[Prometheus, float]) -> None:

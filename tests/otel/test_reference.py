@@ -40,7 +40,9 @@ def listed(topic: str) -> dict[str, Listed]:
     return found
 
 
-METRICS, ENGINE_METRICS, SIZE_METRICS, GAIN_METRICS = map(listed, ("metrics", "engines", "sizes", "gain"))
+METRICS, ENGINE_METRICS, SIZE_METRICS, GAIN_METRICS, GUARD_METRICS = map(
+    listed, ("metrics", "engines", "sizes", "gain", "guard")
+)
 
 
 def test_every_name_of_ours_is_listed_and_every_name_listed_is_ours() -> None:
@@ -53,7 +55,7 @@ def test_no_attribute_is_also_the_beginning_of_another() -> None:
     names = re.findall(r"`(admission\.[\w.<>]+)`", of_spans)
     labels = [
         label
-        for table in (METRICS, ENGINE_METRICS, SIZE_METRICS, GAIN_METRICS)
+        for table in (METRICS, ENGINE_METRICS, SIZE_METRICS, GAIN_METRICS, GUARD_METRICS)
         for _, of in table.values()
         for label in of
     ]

@@ -15,7 +15,7 @@ from sidecar.policy.choices import StoreLoss
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
-from sidecar.pools.clock import Clock, monotonic_us
+from sidecar.pools.base import Clock, monotonic_us
 from sidecar.pools.redis import RedisLink, ledger_connector
 from tests.pools.harness import ask
 

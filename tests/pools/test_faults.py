@@ -16,7 +16,7 @@ from sidecar.errors import StoreUnavailable
 from sidecar.policy.choices import StoreLoss
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool, store_watch
-from sidecar.pools.clock import monotonic_us
+from sidecar.pools.base import monotonic_us
 from sidecar.pools.redis import RedisLink, link
 from tests.pools.conftest import BINARIES, FIRST, OTHERS, SERVERS, Servers
 from tests.pools.harness import ask, simple

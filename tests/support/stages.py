@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sidecar.admission.request import RequestHandler, Stage
+from sidecar.admission.request import RequestHandler
+from sidecar.admission.turn import Stage
 
 DRAWN = {
     (Stage.READING, Stage.WAITING),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sidecar.cluster.document import OldestWaiter, PoolFigures, Promised, TierShare, TierWaits
+from sidecar.cluster.document import OldestWaiter, PoolFigures, Promised, TierGuard, TierShare, TierWaits
 from sidecar.cluster.sampler import KINDS
 from sidecar.engines.view import Amount
 from sidecar.lengths.documents import EngineSizesDocument
@@ -110,6 +110,17 @@ def test_the_sizes_of_leases_are_those_of_each_engine(measuring):
     assert kept is not None
     assert found == {name: {("a", "default"): of_a, ("default",): of_one} for name, (of_a, of_one) in OF_SIZES.items()}
     assert measuring.values("admission.engine.preemptions") == {("a", "default"): 3}
+
+
+def test_the_guard_of_a_tier_is_reported_with_what_it_counts(measuring):
+    guard = TierGuard(0.35, 0.2, 0.3, {"met": 12, "missed": 1}, is_in_vain=True)
+    kept = watch(measuring, [(HIGH, TierShare("high", NONE, Amount(), Amount(), 0, 0, Promised(hold=0.97), guard))])
+    gauges = ("guard.share", "guard.held", "guard.total", "guard.in_vain", "slo.hold")
+    found = {name: measuring.values(f"admission.{name}")["default", "high"] for name in gauges}
+    assert kept is not None
+    assert found == dict(zip(gauges, (0.35, 0.2, 0.3, 1, 0.97), strict=True))
+    counted = measuring.values("admission.guard.requests")
+    assert counted == {("default", "met", "high"): 12, ("default", "missed", "high"): 1}
 
 
 def test_what_has_no_bounds_and_no_promise_is_left_out(measuring):

@@ -44,6 +44,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from msgspec.structs import replace
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.answer import Answer, CostReader, EngineCall
@@ -176,12 +177,12 @@ class RequestWatcher:
     """Watches one request pass: what it asks for, what its response costs, and what enforcing would have done to it.
 
     It sees every message, and the end. Its methods may raise: `DryRunRequest` lets the request go on without it.
-    `_found` is the request or, as soon as that is certain, the reason why enforcing would refuse it.
+    `_refusal` is why enforcing would refuse it, as soon as that is certain.
     """
 
     __slots__ = (
-        "_client", "_controller", "_endpoint", "_found", "_front", "_intake", "_is_over", "_received_us",
-        "_reporter", "_request_id", "_scope", "_shadow", "_snapshot", "_usage", "answer", "call",
+        "_client", "_controller", "_endpoint", "_front", "_intake", "_is_over", "_received_us",
+        "_refusal", "_reporter", "_request_id", "_scope", "_shadow", "_snapshot", "_usage", "answer", "call",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917
@@ -211,18 +212,18 @@ class RequestWatcher:
             self.answer.cost = CostReader(endpoint.cost)
         self._shadow: ShadowRequest | None = None
         self._is_over = False
-        self._found: SizedRequest | AdmissionError | None = None
+        self._refusal: AdmissionError | None = None
         try:
             intake.check_head(scope["headers"], scope)
         except (IssuerUnavailable, TenantsUnavailable) as missing:  # enforcing would have waited, or said so
-            self._found = missing
+            self._refusal = missing
             self._report(Verdict.UNKNOWN, missing.code)
         except AdmissionError as refusal:
             self._refuse(refusal)
 
     def asked(self, message: Message) -> None:
         """The app is about to get this message of the client."""
-        if self._found is not None or message["type"] != "http.request":
+        if self._refusal is not None or self._shadow is not None or message["type"] != "http.request":
             return
         try:
             request = self._intake.feed(message, self._now_us())
@@ -250,13 +251,18 @@ class RequestWatcher:
         if self._shadow is not None:
             self._shadow.unwatched()
 
+    @property
+    def _request(self) -> SizedRequest | None:
+        """The request as it is now, once its body is complete and enforcing would let it enter the pool."""
+        return None if self._shadow is None else self._shadow.request
+
     # -- the answer
 
     def _response_start(self, message: Message) -> Message:
         """The response's start, with the headers that are added to the app's own."""
-        found, tiers, of_app = self._found, self._snapshot.tier_names, message["headers"]
+        tiers, of_app = self._snapshot.tier_names, message["headers"]
         added = [_MODE]
-        if isinstance(found, SizedRequest):
+        if (found := self._request) is not None:
             tier = (b"x-admission-tier", tiers[found.classification.level])
             added += [tier, *differences(found, tiers)]
         named = id_headers(self._request_id, of_app, self._endpoint.api)
@@ -272,8 +278,8 @@ class RequestWatcher:
         if self._is_over:
             return
         self._is_over = True
-        answer, usage, request = self.answer, self._usage, self._found
-        if isinstance(request, SizedRequest):
+        answer, usage, request = self.answer, self._usage, self._request
+        if request is not None:
             policy, is_complete = self._snapshot.policy, outcome is Outcome.COMPLETED
             tokens, charged = answer.used(request, self._controller, policy, is_complete=is_complete)
             if self._shadow is not None:
@@ -281,7 +287,7 @@ class RequestWatcher:
         else:
             usage.read()
             tokens = usage.used_tokens(0)
-        if self._found is None:
+        if self._refusal is None and request is None:
             self._report_unread_body()
         used = tokens, usage.input_tokens, usage.output_tokens, usage.cached_tokens
         self._reporter.settled(outcome, answer.status, used, error)
@@ -289,15 +295,17 @@ class RequestWatcher:
     # -- what enforcing would do
 
     def _refuse(self, refusal: AdmissionError) -> None:
-        self._found = refusal
+        self._refusal = refusal
         self._report(Verdict.REFUSED, refusal.code)
 
     def _begin_shadow(self, request: SizedRequest) -> None:
         """The body is complete. Called once."""
-        self._found, controller = request, self._controller
+        controller = self._controller
         if controller.routing is not None:
-            request.hits = ()  # its prompt counts at an engine; nothing is predicted, as the request passes to any
+            # Its prompt counts at an engine. Nothing is predicted, as the request passes to any.
+            request = replace(request, hits=())
         shadow = self._shadow = ShadowRequest(controller, self._snapshot, request, self._report)
+        request = shadow.request
         if not self._usage.has_begun:  # an app may answer before it has read the body
             now_us, level = self._now_us(), request.classification.level
             self._reporter.classified(request, self._snapshot, now_us)
@@ -326,8 +334,9 @@ class RequestWatcher:
 
     def _report(self, verdict: Verdict, code: str | None, wait: Grant | None = None) -> None:
         """Reports what enforcing would have done. `wait` is there where it would have waited, or was admitted."""
-        found, intake, policy = self._found, self._intake, self._snapshot.policy
-        clamped_from = found.classification.clamped_from if isinstance(found, SizedRequest) else None
+        found, intake, policy = self._request, self._intake, self._snapshot.policy
+        classification = None if found is None else found.classification
+        clamped_from = None if classification is None else classification.clamped_from
         now_us, client = self._now_us(), self._scope.get("client")
         wait = wait or Grant(now_us, 0, 0, None, {}, 0)
         observed = Observed(
@@ -337,7 +346,7 @@ class RequestWatcher:
             verdict=verdict,
             received_us=self._received_us,
             code=code,
-            tier=intake.tier,
+            tier=intake.tier if classification is None else policy.tiers[classification.level].name,
             tenant=None if intake.tenant is None else intake.tenant.name,
             queue_wait_us=wait.queue_wait_us,
             starvation_us=wait.starvation_us,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from sidecar.admission.intake import SizedRequest, count_tokens, sized_ask
+from sidecar.admission.intake import SizedRequest, counted, sized_for
 from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
@@ -53,13 +53,13 @@ class WaitingShadow(NamedTuple):
 class ShadowRequest(TurnUser):
     """The shadow of one request. `report` is called once, with the result.
 
-    Its request calls `first_byte`, then `ended` or `unwatched`. `sent` is the request at the engine. `run` is called
-    once, in a task of its own.
+    Its request calls `first_byte`, then `ended` or `unwatched`. `request` is that request as it is now, `sent` as it is
+    at the engine. `run` is called once, in a task of its own.
     """
 
     __slots__ = (
         "_ask", "_began_us", "_begun", "_controller", "_disconnected", "_ended", "_follows", "_lease", "_pool",
-        "_preempted", "_report", "_request", "_snapshot", "_times", "_used", "sent",
+        "_preempted", "_report", "_snapshot", "_times", "_turn", "_used", "request", "sent",
     )  # fmt: skip
 
     def __init__(
@@ -72,7 +72,7 @@ class ShadowRequest(TurnUser):
         self._controller = controller
         self._pool, self._times = controller.pool, controller.engine_times
         self._snapshot = snapshot
-        self._request = request
+        self.request = request
         self._report: Report | None = report
         self._ask = None if snapshot.estimator.counter is not None else self._sized()
         self._used: int | None = None
@@ -83,6 +83,7 @@ class ShadowRequest(TurnUser):
         self._disconnected: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
         self._preempted: asyncio.Future[None] = loop.create_future()
+        self._turn: Turn | None = None
         self._lease: Lease | None = None
         self._follows = False
 
@@ -95,7 +96,7 @@ class ShadowRequest(TurnUser):
         """How it waits; None where it does not."""
         if self._lease is None or self._lease.grant is not None:
             return None
-        policy, classification = self._snapshot.policy, self._request.classification
+        policy, classification = self._snapshot.policy, self.request.classification
         tier, waited_us = policy.tiers[classification.level].name, self._pool.now_us() - self._began_us
         return WaitingShadow(policy.generation, tier, classification.tenant.name, waited_us)
 
@@ -139,7 +140,7 @@ class ShadowRequest(TurnUser):
         """Waits and holds in the pool. Canceled, it leaves nothing there."""
         try:
             if self._ask is None:
-                await count_tokens(self._request, self._snapshot)
+                self.request = await counted(self.request, self._snapshot)
                 self._ask = self._sized()
             await self._pass_through(self._ask)
         except AdmissionError as refusal:
@@ -149,10 +150,12 @@ class ShadowRequest(TurnUser):
 
     def _sized(self) -> Ask:
         """The request's ask of the pool. Its body is not kept."""
-        controller, request = self._controller, self._request
-        ask = sized_ask(self._pool, request, controller.lease_sizes, controller.appraiser(self._snapshot))
-        ask = msgspec.structs.replace(ask, request=hash(request))
-        request.drop_body()
+        controller, snapshot = self._controller, self._snapshot
+        meter = controller.gain if snapshot.policy.rules.is_by_gain else None
+        request = sized_for(self._pool, self.request, controller.lease_sizes, meter, snapshot.tier_names)
+        self.request = request
+        ask = msgspec.structs.replace(request.ask(), request=hash(request))
+        request.payload.drop_text()
         return ask
 
     def give_up(self, code: str) -> None:
@@ -164,13 +167,14 @@ class ShadowRequest(TurnUser):
         turn = Turn(
             self._pool,
             self._snapshot.policy,
-            self._request,
+            self.request,
             ask,
             self,
             budgets=controller.usage,
             sizes=controller.lease_sizes,
             unlimited_s=LONGEST_WAIT_S,
         )
+        self._turn = turn
         async with turn as grant:
             try:
                 await self._take_time(turn, grant)
@@ -199,7 +203,9 @@ class ShadowRequest(TurnUser):
 
     def entered(self, lease: Lease | None) -> None:
         """See `TurnUser`."""
-        self._lease, request = lease, self._request
+        assert self._turn is not None
+        self._lease, request = lease, self._turn.request
+        self.request = request
         is_preemptible = self._snapshot.are_preemptible[request.classification.level] and request.may_be_repeated
         if lease is not None and is_preemptible:
             lease.on_preempt = self._preempt
@@ -275,7 +281,7 @@ class ShadowRequest(TurnUser):
             if not sent.is_lost:
                 await self._until(first_us + guess_us, self._ended)
             if sent.is_lost or (not self._ended.done() and (was_late or times.is_stretched(sent, self._pool.now_us()))):
-                self._used = self._request.prompt_tokens + round((sent.output_tokens or 0) * sent.sequences)
+                self._used = self.request.prompt_tokens + round((sent.output_tokens or 0) * sent.sequences)
                 await self._until(first_us + guess_us)
                 return True
             sent.guessed_us = None

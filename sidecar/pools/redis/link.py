@@ -16,9 +16,8 @@ from functools import cache
 
 import msgspec
 
-from sidecar.pools.base import PeerReport, StoreError
+from sidecar.pools.base import Clock, PeerReport, StoreError
 from sidecar.pools.calls import HEARTBEAT_US, Call, Reply, WakeUp
-from sidecar.pools.clock import Clock
 from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.member import LAZY_US
 from sidecar.pools.redis import script

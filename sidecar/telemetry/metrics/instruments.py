@@ -11,19 +11,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated
 from weakref import ref
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
 from sidecar.events import Outcome
-from sidecar.figures import REQUESTS, SECONDS, TOKENS, Figure, Over, Reading, counter, readings
+from sidecar.figures import SECONDS, TOKENS, Counted, Figure, Over, Reading, counted, readings
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics import histograms
-from sidecar.telemetry.metrics.counts import Counted, nothing_counted
 from sidecar.telemetry.metrics.histograms import DurationHistogram
 from sidecar.telemetry.metrics.tenants import TenantCounts, TenantHoldings, TenantLabels
 from sidecar.version import __version__
@@ -46,181 +44,107 @@ class Counters:
     """The sums of the requests to one pool: each field is a metric, with the labels by which it counts."""
 
     tenants: TenantLabels
-    admitted: Annotated[
-        Counted, counter("admission.admitted", "Requests that got their lease.", REQUESTS, labels=(TIER,))
-    ] = field(default_factory=nothing_counted)
-    refused: Annotated[
-        Counted,
-        counter(
-            "admission.refused",
-            "Requests answered with an error, by its code. Without a tier where that was not known yet.",
-            REQUESTS,
-            labels=(TIER, REASON),
-        ),
-    ] = field(default_factory=nothing_counted)
-    abandoned: Annotated[
-        Counted,
-        counter(
-            "admission.abandoned",
-            "Requests that ended in the queue: the client disconnected, or the server stopped.",
-            REQUESTS,
-            labels=(TIER, REASON),
-        ),
-    ] = field(default_factory=nothing_counted)
-    settled: Annotated[
-        Counted,
-        counter(
-            "admission.settled",
-            "Leases that ended, by the outcome of the request.",
-            REQUESTS,
-            labels=(TIER, semconv.ADMISSION_OUTCOME),
-        ),
-    ] = field(default_factory=nothing_counted)
-    failed: Annotated[
-        Counted,
-        counter(
-            "admission.failed",
-            "Admitted requests that failed: engine_unreachable, engine_timeout, or an exception.",
-            REQUESTS,
-            labels=(TIER, semconv.ERROR_TYPE),
-        ),
-    ] = field(default_factory=nothing_counted)
-    preemptions: Annotated[
-        Counted,
-        counter(
-            "admission.preemptions",
-            "Preemptions of the tier's requests, which waited again.",
-            "{preemption}",
-            labels=(TIER,),
-        ),
-    ] = field(default_factory=nothing_counted)
-    preempted_engine_us: Annotated[
-        Counted,
-        counter(
-            "admission.preempted.engine_time",
-            "The engine's time for requests that were preempted, which is lost.",
-            SECONDS,
-            labels=(TIER,),
-            per_unit=1_000_000,
-        ),
-    ] = field(default_factory=nothing_counted)
-    clamped: Annotated[
-        Counted,
-        counter(
-            "admission.clamped",
-            "Requests that asked for a tier above their tenant's best.",
-            REQUESTS,
-            labels=(semconv.ADMISSION_CLAMPED_FROM, TIER),
-        ),
-    ] = field(default_factory=nothing_counted)
-    observed: Annotated[
-        Counted,
-        counter(
-            "admission.observed",
-            "Requests that passed in `mode: observe`, by what enforcing would have done to them.",
-            REQUESTS,
-            labels=(TIER, semconv.ADMISSION_DECISION, REASON),
-        ),
-    ] = field(default_factory=nothing_counted)
-    unguarded: Annotated[
-        Counted,
-        counter(
-            "admission.unguarded",
-            "Requests on paths that the policy does not guard, reading left out.",
-            REQUESTS,
-            labels=(semconv.ADMISSION_ROUTE, semconv.ADMISSION_DECISION, REASON),
-        ),
-    ] = field(default_factory=nothing_counted)
-    downgraded: Annotated[
-        Counted,
-        counter(
-            "admission.downgraded",
-            "Requests over their tenant's limits that got a lower tier.",
-            REQUESTS,
-            labels=(semconv.ADMISSION_DOWNGRADED_FROM, TIER),
-        ),
-    ] = field(default_factory=nothing_counted)
-    overtaken: Annotated[
-        Counted,
-        counter(
-            "admission.overtaken",
-            "How often the first of a tier was overtaken by a later request of another, by the rule.",
-            REQUESTS,
-            labels=_OVERTAKING,
-        ),
-    ] = field(default_factory=nothing_counted)
-    overtaken_tokens: Annotated[
-        Counted,
-        counter(
-            "admission.overtaken.tokens",
-            "The same in tokens of the requests that went ahead.",
-            TOKENS,
-            labels=_OVERTAKING,
-        ),
-    ] = field(default_factory=nothing_counted)
-    tokens_estimated: Annotated[
-        Counted, counter("admission.tokens.estimated", "Tokens held for the requests admitted.", TOKENS, labels=(TIER,))
-    ] = field(default_factory=nothing_counted)
-    tokens_used: Annotated[
-        Counted,
-        counter(
-            "admission.tokens.used",
-            "Tokens that settled requests used: the engine's count, or else an estimate.",
-            TOKENS,
-            labels=(TIER,),
-        ),
-    ] = field(default_factory=nothing_counted)
-    estimate_errors: Annotated[
-        Counted,
-        counter(
-            "admission.tokens.estimate_error",
-            "Tokens by which completed requests were estimated over or under the engine's count.",
-            TOKENS,
-            labels=(TIER, semconv.DIRECTION),
-        ),
-    ] = field(default_factory=nothing_counted)
-    growths: Annotated[
-        Counted,
-        counter(
-            "admission.lease.growths",
-            "How often a lease grew while its answer streamed, because it became longer than expected.",
-            "{growth}",
-            labels=(TIER,),
-        ),
-    ] = field(default_factory=nothing_counted)
-    gain_earned: Annotated[
-        Counted,
-        counter(
-            semconv.GAIN_EARNED,
-            "Output tokens that were forwarded before their deadlines, each by the weight of its tier.",
-            TOKENS,
-            labels=(TIER,),
-        ),
-    ] = field(default_factory=nothing_counted)
-    gain_attainable: Annotated[
-        Counted,
-        counter(
-            semconv.GAIN_ATTAINABLE,
-            "All output tokens of the requests that were offered, each by the weight of its tier.",
-            TOKENS,
-            labels=(TIER,),
-        ),
-    ] = field(default_factory=nothing_counted)
-    slo_requests: Annotated[
-        Counted,
-        counter(
-            "admission.slo.requests",
-            "Offered requests of tiers with an objective, by whether they met it.",
-            REQUESTS,
-            labels=(TIER, semconv.ADMISSION_SLO),
-        ),
-    ] = field(default_factory=nothing_counted)
+    admitted: Counted = counted("admission.admitted", "Requests that got their lease.", (TIER,))
+    refused: Counted = counted(
+        "admission.refused",
+        "Requests answered with an error, by its code. Without a tier where that was not known yet.",
+        (TIER, REASON),
+    )
+    abandoned: Counted = counted(
+        "admission.abandoned",
+        "Requests that ended in the queue: the client disconnected, or the server stopped.",
+        (TIER, REASON),
+    )
+    settled: Counted = counted(
+        "admission.settled", "Leases that ended, by the outcome of the request.", (TIER, semconv.ADMISSION_OUTCOME)
+    )
+    failed: Counted = counted(
+        "admission.failed",
+        "Admitted requests that failed: engine_unreachable, engine_timeout, or an exception.",
+        (TIER, semconv.ERROR_TYPE),
+    )
+    preemptions: Counted = counted(
+        "admission.preemptions", "Preemptions of the tier's requests, which waited again.", (TIER,), "{preemption}"
+    )
+    preempted_engine_us: Counted = counted(
+        "admission.preempted.engine_time",
+        "The engine's time for requests that were preempted, which is lost.",
+        (TIER,),
+        SECONDS,
+        per_unit=1_000_000,
+    )
+    clamped: Counted = counted(
+        "admission.clamped",
+        "Requests that asked for a tier above their tenant's best.",
+        (semconv.ADMISSION_CLAMPED_FROM, TIER),
+    )
+    observed: Counted = counted(
+        "admission.observed",
+        "Requests that passed in `mode: observe`, by what enforcing would have done to them.",
+        (TIER, semconv.ADMISSION_DECISION, REASON),
+    )
+    unguarded: Counted = counted(
+        "admission.unguarded",
+        "Requests on paths that the policy does not guard, reading left out.",
+        (semconv.ADMISSION_ROUTE, semconv.ADMISSION_DECISION, REASON),
+    )
+    downgraded: Counted = counted(
+        "admission.downgraded",
+        "Requests over their tenant's limits that got a lower tier.",
+        (semconv.ADMISSION_DOWNGRADED_FROM, TIER),
+    )
+    overtaken: Counted = counted(
+        "admission.overtaken",
+        "How often the first of a tier was overtaken by a later request of another, by the rule.",
+        _OVERTAKING,
+    )
+    overtaken_tokens: Counted = counted(
+        "admission.overtaken.tokens", "The same in tokens of the requests that went ahead.", _OVERTAKING, TOKENS
+    )
+    tokens_estimated: Counted = counted(
+        "admission.tokens.estimated", "Tokens held for the requests admitted.", (TIER,), TOKENS
+    )
+    tokens_used: Counted = counted(
+        "admission.tokens.used",
+        "Tokens that settled requests used: the engine's count, or else an estimate.",
+        (TIER,),
+        TOKENS,
+    )
+    estimate_errors: Counted = counted(
+        "admission.tokens.estimate_error",
+        "Tokens by which completed requests were estimated over or under the engine's count.",
+        (TIER, semconv.DIRECTION),
+        TOKENS,
+    )
+    growths: Counted = counted(
+        "admission.lease.growths",
+        "How often a lease grew while its answer streamed, because it became longer than expected.",
+        (TIER,),
+        "{growth}",
+    )
+    gain_earned: Counted = counted(
+        semconv.GAIN_EARNED,
+        "Output tokens that were forwarded before their deadlines, each by the weight of its tier.",
+        (TIER,),
+        TOKENS,
+    )
+    gain_attainable: Counted = counted(
+        semconv.GAIN_ATTAINABLE,
+        "All output tokens of the requests that were offered, each by the weight of its tier.",
+        (TIER,),
+        TOKENS,
+    )
+    slo_requests: Counted = counted(
+        "admission.slo.requests",
+        "Offered requests of tiers with an objective, by whether they met it.",
+        (TIER, semconv.ADMISSION_SLO),
+    )
 
     def know(self, tier: str) -> None:
         """Reports every series of a tier from the start: where one begins at 1, Prometheus does not see the 1."""
         preempted = self.preemptions, self.preempted_engine_us
-        for counted in (self.admitted, self.tokens_estimated, self.tokens_used, self.growths, *preempted):
-            counted[tier,] += 0
+        for counts in (self.admitted, self.tokens_estimated, self.tokens_used, self.growths, *preempted):
+            counts[tier,] += 0
         for outcome in Outcome:
             self.settled[tier, outcome.value] += 0
         for direction in (OVER, UNDER):

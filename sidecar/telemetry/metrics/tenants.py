@@ -11,10 +11,10 @@ next look: a reader in between has read its last value.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from sidecar.figures import REQUESTS, TOKENS, counter
-from sidecar.telemetry.metrics.counts import Counted, nothing_counted
+from sidecar.figures import TOKENS, Counted, counted
 from sidecar.telemetry.semconv import ADMISSION_TIER, OUTPUT_RATIO
 
 OTHER = "other"
@@ -27,47 +27,22 @@ TIMES_LARGER = 2
 """So much larger than a named tenant another must be to take its place: two that are alike do not change places."""
 
 
+@dataclass(slots=True, eq=False)
 class TenantCounts:
     """One series of each tenant metric. Only grows. `answers` counts by tier and by the class of their length."""
 
-    __slots__ = ("admitted", "answers", "refused", "tokens_used")
-    admitted: Annotated[
-        int,
-        counter(
-            "admission.tenant.admitted",
-            "Requests that got their lease, of the largest tenants and of `other`.",
-            REQUESTS,
-        ),
-    ]
-    refused: Annotated[
-        int,
-        counter(
-            "admission.tenant.refused",
-            "Requests answered with an error.",
-            REQUESTS,
-        ),
-    ]
-    tokens_used: Annotated[
-        int,
-        counter(
-            "admission.tenant.tokens_used",
-            "Tokens that settled requests used.",
-            TOKENS,
-        ),
-    ]
-    answers: Annotated[
-        Counted,
-        counter(
-            "admission.output.answers",
-            "Complete answers of a learned length, by their length in parts of what was expected: up to so much.",
-            "{answer}",
-            labels=(ADMISSION_TIER, OUTPUT_RATIO),
-        ),
-    ]
-
-    def __init__(self) -> None:
-        self.admitted = self.refused = self.tokens_used = 0
-        self.answers = nothing_counted()
+    admitted: int = counted(
+        "admission.tenant.admitted",
+        "Requests that got their lease, of the largest tenants and of `other`.",
+    )
+    refused: int = counted("admission.tenant.refused", "Requests answered with an error.")
+    tokens_used: int = counted("admission.tenant.tokens_used", "Tokens that settled requests used.", unit=TOKENS)
+    answers: Counted = counted(
+        "admission.output.answers",
+        "Complete answers of a learned length, by their length in parts of what was expected: up to so much.",
+        (ADMISSION_TIER, OUTPUT_RATIO),
+        "{answer}",
+    )
 
 
 class TenantSeries:

@@ -31,21 +31,13 @@ class KvEvents:
     def __init__(self, engine: EmulatedEngine) -> None:
         self._engine = engine
         self._listeners: set[asyncio.Queue[Change]] = set()
-        engine.core.cache.observer = self
+        engine.core.cache.on_change = self._tell
 
-    def stored(self, block: BlockHash, parent: BlockHash | None) -> None:
-        """See `kv_cache.Observer`."""
-        if self._listeners:
-            self._tell(("stored", block.hex(), None if parent is None else parent.hex()))
-
-    def removed(self, block: BlockHash) -> None:
-        """See `kv_cache.Observer`."""
-        if self._listeners:
-            self._tell(("removed", block.hex()))
-
-    def _tell(self, change: Change) -> None:
+    def _tell(self, kind: str, block: BlockHash, parent: BlockHash | None) -> None:
+        """See `kv_cache.PrefixChange`."""
+        of = (None if parent is None else parent.hex(),) if kind == "stored" else ()
         for listener in self._listeners:
-            listener.put_nowait(change)
+            listener.put_nowait((kind, block.hex(), *of))
 
     async def respond(self, request: Request) -> Response:
         """The stream, until the client leaves or the engine stops."""

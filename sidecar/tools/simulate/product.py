@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from sidecar.admission.intake import SizedRequest, sized_ask
+from sidecar.admission.intake import SizedRequest, sized_for
 from sidecar.admission.policy_snapshot import objective_for
 from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
@@ -47,12 +47,11 @@ class _Held(TurnUser):
     """
 
     __slots__ = (
-        "_stage", "answer", "is_preempted", "is_sent", "left", "place", "removed", "request", "size", "sized", "turn",
+        "_stage", "answer", "is_preempted", "is_sent", "left", "place", "removed", "request", "size", "turn",
     )  # fmt: skip
 
-    def __init__(self, request: Request, sized: SizedRequest, place: int, stage: SimulatedEngines) -> None:
+    def __init__(self, request: Request, place: int, stage: SimulatedEngines) -> None:
         self.request = request
-        self.sized = sized
         self.place = place
         self.left: asyncio.Future[None] = stage.loop.create_future()
         self._stage = stage
@@ -113,9 +112,8 @@ class ProductAdmission:
     def arrives(self, request: Request) -> None:
         """See `Admission`."""
         self._came += 1
-        sized = self._sized(request)
-        held = self._held[request] = _Held(request, sized, self._came, self._stage)
-        self._stage.loop.create_task(self._serve(held)).add_done_callback(_raise_defect)
+        held = self._held[request] = _Held(request, self._came, self._stage)
+        self._stage.loop.create_task(self._serve(held, self._sized(request))).add_done_callback(_raise_defect)
 
     def leaves(self, request: Request) -> None:
         """See `Admission`. In an engine it is ended first."""
@@ -144,8 +142,8 @@ class ProductAdmission:
         held.answer.counted(None, request.output)
         if held.size is not None:
             held.size.ended()
-        if held.sized.expected is not None:
-            self._sizes.learn(held.sized.expected, held.answer, is_complete=True)
+        if (expected := held.turn.request.expected) is not None:
+            self._sizes.learn(expected, held.answer, is_complete=True)
         held.turn.lease.settle(request.prompt + request.output)
         held.removed.set_result(False)
 
@@ -160,12 +158,12 @@ class ProductAdmission:
             self._end(request, ABANDONED)
         held.removed.set_result(not request.has_left)
 
-    async def _serve(self, held: _Held) -> None:
+    async def _serve(self, held: _Held, sized: SizedRequest) -> None:
         """Takes the request's turn in the pool, as often as it is preempted."""
-        request, sized = held.request, held.sized
+        request = held.request
         try:
-            ask = sized_ask(self._pool, sized, self._sizes, self._appraise)
-            turn = held.turn = Turn(self._pool, self._policy, sized, ask, held, sizes=self._sizes)
+            sized = sized_for(self._pool, sized, self._sizes, self._gain, self._names)
+            turn = held.turn = Turn(self._pool, self._policy, sized, sized.ask(), held, sizes=self._sizes)
             async with turn as first:
                 grant = first
                 while True:
@@ -175,8 +173,8 @@ class ProductAdmission:
                         continue
                     held.is_sent = True
                     held.removed = self._stage.loop.create_future()
-                    if held.sized.expected is not None:
-                        held.size = self._sizes.begin(held.sized.expected, turn.lease, held.answer, streams=True)
+                    if (expected := turn.request.expected) is not None:
+                        held.size = self._sizes.begin(expected, turn.lease, held.answer, streams=True)
                     request.place = (float(grant.level),), request.place[1] or held.place
                     self._stage.send(request, 0 if grant.engine is None else int(grant.engine.partition("#")[0][1:]))
                     waits_again = await held.removed
@@ -194,7 +192,6 @@ class ProductAdmission:
         tenant = Tenant(name=request.tenant, level=request.tier, max_level=0)
         output = self._policy.tiers[request.tier].default_output_tokens
         return SizedRequest(
-            body=b"",
             headers={},
             payload=_PAYLOAD,
             classification=Classification(tenant, request.tier, Fallback.DEFAULT, None, ()),
@@ -206,9 +203,6 @@ class ProductAdmission:
             hits=self._hits(request),
             objective=self._objectives[request.tier],
         )
-
-    def _appraise(self, sized: SizedRequest) -> None:
-        self._gain.appraise(sized, self._names)
 
     def _hits(self, request: Request) -> tuple[tuple[str, int], ...]:
         if not request.blocks or len(self._stage.engines) == 1:

@@ -21,20 +21,14 @@ nothing is ever found again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
 
 BlockHash: TypeAlias = bytes
 
 
-class PrefixObserver(Protocol):
-    """Is called after each change of what a prompt could hit."""
-
-    def stored(self, block: BlockHash, parent: BlockHash | None) -> None:
-        """A block can be found from now on; `parent` is the one before it, None for a prompt's first."""
-
-    def removed(self, block: BlockHash) -> None:
-        """A block was evicted."""
+PrefixChange: TypeAlias = Callable[[Literal["stored", "removed"], BlockHash, "BlockHash | None"], None]
+"""Is called after each change of what a prompt could hit: a block and, where it was stored, the one before it."""
 
 
 class Holding:
@@ -68,7 +62,7 @@ class KvCache:
         self.caches_prefixes = caches_prefixes
         self.blocks = capacity_tokens // block_tokens
         self.queried_tokens = self.hit_tokens = 0
-        self.observer: PrefixObserver | None = None
+        self.on_change: PrefixChange | None = None
         self._private = 0
         self._holders: dict[BlockHash, int] = {}
         # The least recently used first. A dictionary would do, but to drop its first key again and again is O(n).
@@ -138,8 +132,8 @@ class KvCache:
                 continue  # the holder keeps a copy of its own, which is never found
             holding._private -= 1
             self._private -= 1
-            if self.observer is not None and block not in self._idle:
-                self.observer.stored(block, blocks[number - 1] if number else None)
+            if self.on_change is not None and block not in self._idle:
+                self.on_change("stored", block, blocks[number - 1] if number else None)
             self._hold(block)
             holding._shared.append(block)
         holding._published = max(holding._published, full)
@@ -172,5 +166,5 @@ class KvCache:
     def _evict(self) -> None:
         while self._private + len(self._holders) + len(self._idle) > self.blocks:
             block, _ = self._idle.popitem(last=False)
-            if self.observer is not None:
-                self.observer.removed(block)
+            if self.on_change is not None:
+                self.on_change("removed", block, None)

@@ -319,7 +319,7 @@ async def test_a_shadow_keeps_no_body() -> None:
     async with observing(app, policy(requests="1")) as sidecar:
         asking = [asyncio.create_task(sidecar.ask(chat(user="x" * 50_000))) for _ in range(2)]
         await sidecar.until(leases=1, waiting=1)
-        kept = [one._request for one in sidecar.sidecar.shadows._following.values()]
+        kept = [one.request for one in sidecar.sidecar.shadows._following.values()]
         assert [(len(one.body), one.payload.text()) for one in kept] == [(0, "")] * 2
         app.release(2)
         await asyncio.gather(*asking)

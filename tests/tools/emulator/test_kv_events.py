@@ -27,13 +27,13 @@ class Follower:
     def __init__(self) -> None:
         self.parents: dict[BlockHash, BlockHash | None] = {}
 
-    def stored(self, block: BlockHash, parent: BlockHash | None) -> None:
+    def changed(self, kind: str, block: BlockHash, parent: BlockHash | None) -> None:
+        if kind == "removed":
+            del self.parents[block]
+            return
         assert block not in self.parents, "stored twice"
         assert parent != block
         self.parents[block] = parent
-
-    def removed(self, block: BlockHash) -> None:
-        del self.parents[block]
 
     def hit_blocks(self, prompt: list[BlockHash]) -> int:
         found = 0
@@ -47,7 +47,7 @@ class Follower:
 def test_a_follower_predicts_every_hit_of_a_small_cache(seed: int) -> None:
     rng = random.Random(seed)
     cache, follower, size = KvCache(40, 4, caches_prefixes=True), Follower(), 4
-    cache.observer = follower
+    cache.on_change = follower.changed
     running: list[tuple[Holding, list[BlockHash]]] = []
     hits = 0
     for _ in range(2_000):
