@@ -44,7 +44,9 @@ def test_each_beginning_and_each_end_is_logged_once(caplog: pytest.LogCaptureFix
     def logged() -> list[str]:
         watch.look()
         watch.look()
-        found = [f"{record.event}: {record.getMessage().split(' misses its SLO though')[0]}" for record in caplog.records]
+        found = [
+            f"{record.event}: {record.getMessage().split(' misses its SLO though')[0]}" for record in caplog.records
+        ]
         caplog.clear()
         return found
 
