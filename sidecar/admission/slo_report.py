@@ -5,8 +5,8 @@ the later ones came in time. A first token that is not there when it is due has 
 comes. An answer that does not stream shows no tokens. It has missed where it comes after its last token is due: then
 one of both times was too long.
 
-A first token that is late for another reason than less important work (`excuse`) is no miss, and was not in time: such a
-request counts only if its later tokens are slow.
+A first token that is late for another reason than less important work (`excuse`) is no miss, and was not in time:
+such a request counts only if its later tokens are slow.
 """
 
 from __future__ import annotations

@@ -138,9 +138,7 @@ class MemberGuard:
             self._undecided_us = None
         elif self._undecided_us is None or reply.now_us < self._undecided_us:
             self._undecided_us = reply.now_us
-        found = [
-            self._due_in_us(of, reply) for of in guards if of.met or of.missed or of.has_kept_out or not of.decided_us
-        ]
+        found = [self._due_in_us(of, reply) for of in guards if of.met or of.missed or of.has_kept_out]
         return min(found, default=None)
 
     def _due_in_us(self, of: GuardHeld, reply: Reply) -> int:
