@@ -3,8 +3,8 @@ holds. No I/O and no clock.
 
 A tier with `slo` and `hold` has one number, its share g in (0, 1]. A ticket of a less important tier fits where, in
 each dimension, ALL that tickets hold is with it at most g * C; or where the less important hold with it no more than
-their floors; or where they hold nothing yet. `decide` moves g every `DECIDE_EVERY_S` seconds, by what the tier's
-requests saw meanwhile.
+their floors; or where each of them holds no more than its own floor yet. `decide` moves g every `DECIDE_EVERY_S`
+seconds, by what the tier's requests saw meanwhile.
 
 All that is held counts, not the less important work alone, because an engine is as slow as all that it runs. So less
 important work gives way at the first request of a burst, before any was late, and uses the tier's room while the tier
