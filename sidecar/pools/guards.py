@@ -49,10 +49,10 @@ def held(scheduler: Scheduler, level: int) -> GuardHeld:
 
 
 def mirror(scheduler: Scheduler, level: int, held: GuardHeld) -> None:
-    """The scheduler of a replica has a guarded tier as a reply had it."""
+    """The scheduler of a replica has a tier as a reply had it: without a bound where the pool does not guard it."""
     guarded = scheduler.guards.of(level)
-    if guarded is not None and held.share_ppm:
-        guarded.share, guarded.decided_us = Fraction(held.share_ppm, PPM), held.decided_us
+    if guarded is not None:
+        guarded.share, guarded.decided_us = Fraction(held.share_ppm or PPM, PPM), held.decided_us
         guarded.met, guarded.missed, guarded.has_kept_out = held.met, held.missed, held.has_kept_out
 
 
@@ -200,7 +200,7 @@ def _last_state(of: GuardHeld) -> GuardState | None:
     if len(of.state) == _STATE_SIZE:
         state = GuardState._make(of.state[:-1])
         are_shares = all(LEAST <= it <= 1 for it in (state.share, state.failed_at, state.busy))
-        are_counts = all(0 <= it <= UNBOUNDED for it in (state.met, state.missed, state.periods))
+        are_counts = all(0 <= it <= UNBOUNDED for it in state[3:])
         if are_shares and are_counts and round(state.share * PPM) == of.share_ppm:
             return state
     return GuardState(share, 1.0, share)

@@ -309,8 +309,8 @@ def test_one_that_comes_to_an_empty_store_does_not_decide_before_the_others_have
 
 @pytest.mark.parametrize(
     "state",
-    [[], [0.6], [0.6] * 20, [7.0, 1.0, 7.0, 0.0, 0.0, 0.0, 0.0], [0.6, -1.0, 0.6, 0.0, 0.0, 0.0, 0.0],
-     [0.6, 1.0, 0.6, 1e300, -5.0, 0.0, 0.0], [0.6, 1.0, 1e-300, 0.0, 0.0, 0.0, 0.0]],
+    [[], [0.6], [0.6] * 20, [7.0, 1.0, 7.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.6, -1.0, 0.6, 0.0, 0.0, 0.0, 0.0, 0.0],
+     [0.6, 1.0, 0.6, 1e300, -5.0, 0.0, 0.0, 0.0], [0.6, 1.0, 1e-300, 0.0, 0.0, 0.0, 0.0, 0.0]],
 )  # fmt: skip
 def test_a_state_of_another_version_or_out_of_bounds_is_begun_anew_from_the_share_in_force(state: list[float]) -> None:
     pool = Pool("a", "b")
@@ -350,3 +350,15 @@ def test_every_replica_knows_whether_the_guard_is_in_vain_whoever_decided() -> N
     pool.run(1.5, "b")
     pool.run(5, "b", "a")
     assert pool.are_in_vain() == [False, False]
+
+
+def test_where_the_newest_rules_guard_nothing_no_replica_shows_a_bound() -> None:
+    pool = Pool("a")
+    pool.run(4)
+    pool.join("new", UNGUARDED)
+    pool.run(4)
+    assert pool.members["new"].guards(pool.now) == []
+    assert [guard.share for guard in pool.members["a"].guards(pool.now)] == [1.0]
+    pool.members["a"].change_rules(RULES, pool.now)
+    pool.run(1)
+    assert [guard.share for guard in pool.members["a"].guards(pool.now)] == [0.1]
