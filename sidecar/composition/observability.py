@@ -244,7 +244,7 @@ def _tracer(controller: AdmissionController, policy: Policy, waits: WaitFinder, 
 
 
 def _place(pool: Pool, tiers: Sequence[str], record: RequestRecord) -> int | None:
-    """How many requests are before one that waits, as its client is told; not known once it was preempted."""
+    """How many requests are before one that waits, as its client sees it; not known once it was preempted."""
     mark = None if record.queued is None else record.queued.mark
     if mark is None or record.tier not in tiers:
         return None

@@ -32,7 +32,7 @@ def take(scheduler: Scheduler, levels: Mapping[str, int], call: Call, last_numbe
             scheduler.guards.decide(guarded, Fraction(decided.share_ppm, PPM), now_us, decided.state)
     for seen in call.seen:
         guarded = scheduler.guards.of(levels.get(seen.tier, -1))
-        if guarded is not None and seen.told_with > last_number:
+        if guarded is not None and seen.first_call > last_number:
             guarded.met, guarded.missed = guarded.met + seen.met, guarded.missed + seen.missed
 
 
