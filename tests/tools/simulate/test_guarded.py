@@ -168,7 +168,9 @@ def test_an_slo_that_cannot_be_met_leaves_batch_work_its_floor(played: Callable[
     limited = played(FREE, people(60), flood(60), batch="reserve: 20%, limit: 20%")
     assert bare.high.is_in_vain
     assert floored.high.is_in_vain
-    assert shares == [pytest.approx(0.01), pytest.approx(0.2, abs=0.01)]
+    bare_share, floored_share = shares
+    assert bare_share < 0.02
+    assert floored_share == pytest.approx(0.2, abs=0.01), "its floor is not what makes it late"
     assert floored.batch_tokens(60) > 0.9 * limited.batch_tokens(60)
     assert bare.batch_tokens(60) > 0, "one at a time comes through"
 
