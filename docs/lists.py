@@ -17,7 +17,7 @@ from sidecar.figures import SECONDS, Figure, readings
 from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.telemetry.metrics.histograms import DURATIONS
 from sidecar.telemetry.metrics.instruments import TENANT_TOKENS_HELD, Counters
-from sidecar.telemetry.metrics.store import AVAILABLE, CHANGES
+from sidecar.telemetry.metrics.store import CHANGES
 from sidecar.telemetry.metrics.tenants import TenantCounts
 
 DOCS = Path(__file__).parent
@@ -81,7 +81,7 @@ def _metrics() -> Iterator[tuple[str, list[str], str]]:
     for document, labels in OF_DOCUMENTS.items():
         for reading in readings(document):
             yield _row(reading.figure, labels)
-    for figure in (TENANT_TOKENS_HELD, AVAILABLE, CHANGES):
+    for figure in (TENANT_TOKENS_HELD, CHANGES):
         yield _row(figure, ())
 
 

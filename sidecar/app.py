@@ -77,7 +77,7 @@ class AdmissionMiddleware:
     says where it is, so that a server which constructs its middleware with `app` alone can use this class too. The rest
     is in the environment: admin pages on `SIDECAR_ADMIN_PORT`, log lines by `SIDECAR_LOG_*`, and telemetry by `OTEL_*`,
     which with `policy` needs the admin port. `SIDECAR_STORE` goes before the policy's own `store`; without a store, a
-    server with several processes does not start. `dialect` is how the app's engine hears a priority, where that is not
+    server with several processes does not start. `dialect` is how the app's engine reads a priority, where that is not
     as the policy's `engine` says; `files` are where a loaded policy came from: what changes there replaces it while the
     server runs. `is_shown` says that the caller serves `observability.routes` and sets up logs and telemetry, so that
     the environment does not; `is_launched` that the app is an engine's own server, started by one of our launchers;

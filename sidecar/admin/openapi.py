@@ -129,7 +129,7 @@ def _described(operation: Operation) -> dict[str, Any]:
 def _response(answer: PageAnswer | Refusal) -> dict[str, Any]:
     if isinstance(answer, PageAnswer):
         return {"description": answer.says, **_content(answer.body)}
-    codes = {"enum": sorted({said.partition(":")[0] for said in answer})}
+    codes = {"enum": sorted({line.partition(":")[0] for line in answer})}
     error = {"properties": {"error": {"properties": {"code": codes}}}}
     return {"description": "; ".join(answer), **_content({"allOf": [of_class("Error"), error]})}
 

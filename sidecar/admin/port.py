@@ -85,14 +85,14 @@ class _Pages:
         self._waiting: asyncio.Task[None] | None = None
 
     async def open(self, *, waits: bool) -> None:
-        """Opens the port. `waits`: a port that is taken is tried again, every `RETRY_S`; else CannotServe is raised."""
+        """Opens the port. `waits`: a port in use is tried again, every `RETRY_S`; else CannotServe is raised."""
         try:
             await self._serve()
-        except CannotServe as taken:
+        except CannotServe as error:
             if not waits:
                 raise
             message = "sidecar: %s; the pages of this process come when the port is free"
-            _logger.warning(message, taken, extra={"event": "admin_port_taken"})
+            _logger.warning(message, error, extra={"event": "admin_port_taken"})
             self._waiting = asyncio.ensure_future(self._serve_later())
 
     async def close(self) -> None:
@@ -171,9 +171,9 @@ def _listener(stack: ExitStack, host: str, ports: Sequence[int]) -> socket:
 def _listen(stack: ExitStack, host: str, port: int, place: str) -> socket:
     try:
         return stack.enter_context(listening(host, port))
-    except CannotServe as taken:
+    except CannotServe as error:
         raise CannotServe(
-            f"{taken} (for the admin pages, by {PORT_VARIABLE}{place}); end what listens there, or set another port"
+            f"{error} (for the admin pages, by {PORT_VARIABLE}{place}); end what listens there, or set another port"
         ) from None
 
 

@@ -85,7 +85,7 @@ def unknown_page(builder: ExplanationBuilder, overview: Overview, wanted: str) -
     others = [one for one in overview.replicas if one.replica != overview.replica]
     title = wanted or "no id"
     facts = [f"pool {overview.pool}", f"as of {_calendar(overview.at_s)}"]
-    said = (
+    explanation = (
         unknown_request(builder, wanted)
         if wanted
         else "the address names no request: write /request?id= and then the id"
@@ -94,7 +94,7 @@ def unknown_page(builder: ExplanationBuilder, overview: Overview, wanted: str) -
     return _page(
         title,
         facts,
-        said,
+        explanation,
         others=[_name(one) for one in others] if is_elsewhere else None,
     )
 

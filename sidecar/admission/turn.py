@@ -16,6 +16,8 @@ from enum import Enum, IntEnum
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from sidecar.admission.client import ClientComments
 from sidecar.admission.engine_route import EngineHealth, no_engine
 from sidecar.admission.event_reporter import EventReporter
@@ -112,7 +114,7 @@ class TurnUser:
 ALONE = TurnUser()
 
 
-class Turn:
+class Turn(msgspec.Struct, eq=False):
     """The turn of one request, by the policy under which it came. It owns the request's lease.
 
         async with Turn(...) as grant:
@@ -129,39 +131,22 @@ class Turn:
     and because no engine took it.
     """
 
-    __slots__ = (
-        "_ask", "_budgets", "_ends_us", "_lease", "_left", "_most_s", "_outlasts", "_policy", "_pool", "_reports",
-        "_sizes", "_unlimited_s", "_user", "hand_backs", "preemptions", "request",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        pool: Pool,
-        policy: Policy,
-        request: SizedRequest,
-        ask: Ask,
-        user: TurnUser = ALONE,
-        *,
-        reports: EventReporter | None = None,
-        budgets: TenantUsage | None = None,
-        sizes: LeaseSizes | None = None,
-        unlimited_s: float | None = None,
-    ) -> None:
-        self._pool = pool
-        self._policy = policy
-        self.request = request
-        self._ask = ask
-        self._user = user
-        self._reports = EventReporter() if reports is None else reports
-        self._budgets = budgets
-        self._sizes = sizes
-        self._unlimited_s = unlimited_s
-        self._ends_us: int | None = None
-        self._most_s: float | None = None
-        self._left: WaitOutcome | None = None
-        self._outlasts = False
-        self._lease: Lease | None = None
-        self.preemptions = self.hand_backs = 0
+    _pool: Pool
+    _policy: Policy
+    request: SizedRequest
+    _ask: Ask
+    _user: TurnUser = ALONE
+    reports: EventReporter = msgspec.field(default_factory=EventReporter)
+    budgets: TenantUsage | None = None
+    sizes: LeaseSizes | None = None
+    unlimited_s: float | None = None
+    preemptions: int = 0
+    hand_backs: int = 0
+    _lease: Lease | None = None
+    _left: WaitOutcome | None = None
+    _outlasts: bool = False
+    _ends_us: int | None = None
+    _most_s: float | None = None
 
     @property
     def lease(self) -> Lease:
@@ -176,13 +161,13 @@ class Turn:
             grant = lease.grant
             if grant is None:
                 self._limit_wait(lease.entered_us, self.request.longest_wait_s(self._policy))
-                self._reports.queued(self._obstacle, self._pool.mark(lease.tier))
+                self.reports.queued(self._obstacle, self._pool.mark(lease.tier))
                 return await self._wait(lease.wait())
         except BaseException:
             self.leave()
             raise
         if grant.queue_wait_us:
-            self._reports.waited_for_store(grant.at_us - grant.queue_wait_us)
+            self.reports.waited_for_store(grant.at_us - grant.queue_wait_us)
         return grant
 
     __aenter__ = take
@@ -199,13 +184,13 @@ class Turn:
         ask, lease, tenant = self._ask, None, self.request.classification.tenant
         level = ask.tier
         try:
-            if self._budgets is not None and tenant.limits.have_budgets:
-                ask = self._budgets.within(ask, tenant, self._pool)
+            if self.budgets is not None and tenant.limits.have_budgets:
+                ask = self.budgets.within(ask, tenant, self._pool)
                 level = ask.tier
             self._lease = lease = await self._pool.enter(ask)
             level = lease.ask.tier
-            if lease.grant is None and self._sizes is not None and self.request.expected is not None:
-                lease.size_now = partial(self._size_now, self._sizes)
+            if lease.grant is None and self.sizes is not None and self.request.expected is not None:
+                lease.size_now = partial(self._size_now, self.sizes)
         except QueueFull as full:
             level = level if full.level is None else full.level
             raise
@@ -261,8 +246,8 @@ class Turn:
         """
         grant = self._held()
         self.hand_backs += 1
-        self._reports.preempted(grant.at_us, self.hand_backs, is_unreached=True)
-        self._reports.queued(lambda: _UNANSWERED if others_answer else self._obstacle())
+        self.reports.preempted(grant.at_us, self.hand_backs, is_unreached=True)
+        self.reports.queued(lambda: _UNANSWERED if others_answer else self._obstacle())
         if not self.preemptions and self._ends_us is None:
             self._limit_wait(self.lease.entered_us, self.request.longest_wait_s(self._policy))
         if self._ends_us is not None:
@@ -272,8 +257,8 @@ class Turn:
     def report_preempted(self) -> None:
         """Reports that the request gives its room back to a more important one, and waits from now on."""
         self.preemptions += 1
-        self._reports.preempted(self._held().at_us, self.preemptions)
-        self._reports.queued(lambda: _PREEMPTED)
+        self.reports.preempted(self._held().at_us, self.preemptions)
+        self.reports.queued(lambda: _PREEMPTED)
 
     def give_up(self) -> None:
         """Ends the wait, where the request waits: it raises TurnEnded."""
@@ -289,7 +274,7 @@ class Turn:
         return self.lease.grant
 
     def _limit_wait(self, since_us: int, most_s: float | None) -> None:
-        self._most_s, within_s = most_s, self._unlimited_s if most_s is None else most_s
+        self._most_s, within_s = most_s, self.unlimited_s if most_s is None else most_s
         self._ends_us = None if within_s is None else since_us + round(within_s * 1e6)
 
     def _obstacle(self) -> tuple[Obstacle, str]:
@@ -312,8 +297,8 @@ class Turn:
         grant = granted.result()
         if comments is not None:
             await comments.admitted(grant.queue_wait_us / 1e6)
-        if self._budgets is not None and not self.preemptions and not self.hand_backs:
-            over = self._budgets.used_up(self.request.classification.tenant)
+        if self.budgets is not None and not self.preemptions and not self.hand_backs:
+            over = self.budgets.used_up(self.request.classification.tenant)
             if over is not None:
                 raise TurnEnded(EndCause.BUDGET, await self._how_it_went(), over)
         return grant

@@ -71,12 +71,12 @@ def read_page(
             body = answer.read(most_bytes)
         return msgspec.json.decode(body, type=document)
     except urllib.error.HTTPError as error:
-        said = _sentence(error)
+        sentence = _sentence(error)
         error.close()
         if error.code == HTTPStatus.UNAUTHORIZED:
             raise CannotSee(f"{admin} needs its admin token; {HOW_TO_SET}") from None
-        if said is not None:
-            raise CannotSee(said) from None
+        if sentence is not None:
+            raise CannotSee(sentence) from None
         raise CannotSee(
             f"{admin} answers, but has no {path} ({error.code}): is it the admin port? `sidecar serve` prints it"
         ) from None
@@ -84,8 +84,8 @@ def read_page(
         raise CannotSee(f"{admin}{path} is not what this version of sidecar reads: {error}") from None
     except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
         reason = getattr(error, "reason", None) or error
-        said = " ".join(str(getattr(reason, "strerror", None) or reason or type(error).__name__).lower().split())
-        raise CannotSee(f"no answer from {admin}: {said}; `sidecar serve` prints its admin port as it starts") from None
+        why = " ".join(str(getattr(reason, "strerror", None) or reason or type(error).__name__).lower().split())
+        raise CannotSee(f"no answer from {admin}: {why}; `sidecar serve` prints its admin port as it starts") from None
 
 
 def _sentence(error: urllib.error.HTTPError) -> str | None:

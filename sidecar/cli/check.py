@@ -273,7 +273,7 @@ def _table(policy: Policy, dimension: _Dimension) -> str:
         reasons.append(reason if most is None else f"{reason}; {most:,} tokens at most, its max_request_tokens")
     floor = "floor" if policy.rules.is_by_gain else "reserve"
     lines = table([(dimension.title, floor, *_HEAD), *rows])
-    return "\n".join(f"{line}  {said}" for line, said in zip(lines, ["size limit set by", *reasons], strict=True))
+    return "\n".join(f"{line}  {rule}" for line, rule in zip(lines, ["size limit set by", *reasons], strict=True))
 
 
 def _sizes(policy: Policy, dimension: _Dimension, level: int) -> tuple[int, int, int | None]:
@@ -351,21 +351,21 @@ def _limits(policy: Policy, tenant: Tenant) -> str:
         for amount, name in ((limits.requests_per_minute, "requests"), (limits.tokens_per_minute, "tokens"))
         if amount is not None
     ]
-    said = []
+    parts = []
     if per_minute:
         burst = policy_duration(limits.burst_us / 1_000_000)
-        said.append(f"{' and '.join(per_minute)} a minute ({burst} of that at once)")
+        parts.append(f"{' and '.join(per_minute)} a minute ({burst} of that at once)")
     for tokens, period in ((limits.tokens_per_day, "day"), (limits.tokens_per_month, "month")):
         if tokens is not None:
-            said.append(f"{tokens:,} tokens a {period}")
+            parts.append(f"{tokens:,} tokens a {period}")
     if limits.concurrent_requests is not None:
-        said.append(f"{limits.concurrent_requests:,} requests waiting or running")
+        parts.append(f"{limits.concurrent_requests:,} requests waiting or running")
     if limits.max_output_tokens is not None:
-        said.append(f"{limits.max_output_tokens:,} tokens in one answer (a request for more gets a 400)")
+        parts.append(f"{limits.max_output_tokens:,} tokens in one answer (a request for more gets a 400)")
     if limits.are_counted or limits.have_budgets:
         lower = tenant.downgrade_level
-        said.append("over them 429" if lower is None else f"over them tier {policy.tiers[lower].name}")
-    return "; ".join(said)
+        parts.append("over them 429" if lower is None else f"over them tier {policy.tiers[lower].name}")
+    return "; ".join(parts)
 
 
 def _paths(policy: Policy) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from sidecar.cli.output import STANDARD_OUTPUT, require_writable, say, write_json, write_text
 from sidecar.tools.doctor.examination import Options
+from sidecar.tools.doctor.idle_speed import predicted, recommended_slo
+from sidecar.tools.doctor.report import for_the_policy
 from sidecar.tools.doctor.speed_probe import measure
 from sidecar.tools.doctor.survey import CannotLook
 from sidecar.tools.simulate.model_fit import as_yaml, figures, fit, report
@@ -36,5 +38,7 @@ def write_model(options: Options, file: str, json_target: str | None, tell: Call
     if not write_text(file, lambda: text):
         return False
     if STANDARD_OUTPUT not in (file, json_target):
-        say(f"{report(fitted, probe)}\n\nwritten to {file}: sidecar simulate TRACE POLICY --engine-model {file}")
+        slo = for_the_policy("slo for an interactive tier", recommended_slo(predicted(fitted.model, fitted.outside_us)))
+        uses = f"sidecar simulate TRACE POLICY --engine-model {file}, sidecar init --engine-model {file}"
+        say(f"{report(fitted, probe)}\n\n{slo}\n\nwritten to {file}: {uses}")
     return write_json(json_target, figures(fitted, probe))

@@ -62,8 +62,8 @@ class Fitted:
         lines = console.render_lines(self._drawing, options.update(height=None), pad=False)
         height = options.height or console.height
         if (more := len(lines) - height) > 0:
-            told = Segment(f"({more + 1} more lines: a taller window shows them)")
-            lines = [*lines[: height - 1], [told]]
+            note = Segment(f"({more + 1} more lines: a taller window shows them)")
+            lines = [*lines[: height - 1], [note]]
         for line in lines:
             yield from line
             yield Segment.line()
@@ -147,9 +147,9 @@ def _table(
 
 def _below(named: Iterator[tuple[str, str]]) -> Iterator[RenderableType]:
     """A line for each row of the table above of which there is more to say."""
-    for name, said in named:
-        if said:
-            yield Padding(_text(f"{name}: {said}"), (0, 0, 0, 4))
+    for name, more in named:
+        if more:
+            yield Padding(_text(f"{name}: {more}"), (0, 0, 0, 4))
 
 
 _HOLDS, _WAITS, _OVERTAKEN = "TOKENS / REQ", "WAITS, 5 MIN", "OVERTAKEN, 5 MIN"
@@ -191,11 +191,11 @@ def _spark(tier: TierView) -> Text:
 
 def _overtaken(tier: TierView) -> str:
     """The tiers that overtook a tier in the last five minutes, how often, by which rule."""
-    said = [
+    parts = [
         f"{by} {count(counted.requests)}x ({', '.join(rule.replace('_', ' ') for rule in counted.rules)})"
         for by, counted in tier.overtaken_by.items()
     ]
-    return ", ".join(said) or "-"
+    return ", ".join(parts) or "-"
 
 
 def _own(overview: Overview) -> Iterator[RenderableType]:
@@ -221,11 +221,11 @@ def _engines(engines: Sequence[EngineRow], width: int) -> Iterator[RenderableTyp
 
 def _sentences(overview: Overview) -> Iterator[RenderableType]:
     """Sentences on service gain, on lease sizes, and on each engine whose preemptions have raised the quantile."""
-    if said := as_promised(overview.tiers):
-        yield _text(f"as promised, 5 min: {said}")
+    if promised := as_promised(overview.tiers):
+        yield _text(f"as promised, 5 min: {promised}")
         yield ""
-    if said := lease_sizes(overview.lease_sizes):
-        yield _text(f"leases {said}")
+    if sizes := lease_sizes(overview.lease_sizes):
+        yield _text(f"leases {sizes}")
         raised = (row for row in overview.lease_sizes if row.is_raised)
         yield from _below((row.engine or overview.engine, row.reason) for row in raised)
         yield ""

@@ -132,8 +132,8 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             for listener in listeners:
                 listener.close()
-            said = f"cannot listen on {args.host}:{wanted}: {error.strerror or error}"
-            raise CommandFailed(f"{said}; name another with --port, or 0 for any") from None
+            problem = f"cannot listen on {args.host}:{wanted}: {error.strerror or error}"
+            raise CommandFailed(f"{problem}; name another with --port, or 0 for any") from None
     if args.replicas is not None:
         return run_replicas(_replicas(args, configs, listeners), _say)
     greeting = _summary(args, configs[0], _url(args.host, listeners[0]))
@@ -213,12 +213,12 @@ def _url(host: str, listener: socket.socket) -> str:
 
 
 def _summary(args: argparse.Namespace, config: EmulatorConfig, url: str) -> str:
-    said = (
+    summary = (
         f"emulated {args.engine} on {url}, model {args.model}, {args.scheduling} scheduling, "
         f"{args.max_num_seqs} sequences at once, {args.step_ms:g} ms per step"
     )
     if config.speed != 1:
-        said += f" at {config.speed:g} of its speed"
+        summary += f" at {config.speed:g} of its speed"
     if config.prefix_cache:
-        said += f", a prefix cache of {config.kv_capacity_tokens:,} tokens"
-    return said
+        summary += f", a prefix cache of {config.kv_capacity_tokens:,} tokens"
+    return summary

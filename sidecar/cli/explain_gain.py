@@ -110,7 +110,7 @@ def gain_lines(found: Found, tier: str) -> list[str]:
         rows += _earning(found)
     rows += _first(found)
     rows += _place(found)
-    return [f"   {label:<9} {said}" for label, said in rows]
+    return [f"   {label:<9} {sentence}" for label, sentence in rows]
 
 
 def _floor_sentence(floor: Found, tier: str) -> str:
@@ -157,8 +157,8 @@ def _earning(found: Found) -> list[tuple[str, str]]:
         ),
         ("density", f"{earns['density']:,} for each second of the engine: weight x the part of its tokens in time"),
     ]
-    said = [f"{name} {'none' if value is None else f'{value:,}'}" for name, value in found["densities"].items()]
-    return [*rows, ("", f"by the tiers' own objectives it would have: {', '.join(said)}")] if len(said) > 1 else rows
+    each = [f"{name} {'none' if value is None else f'{value:,}'}" for name, value in found["densities"].items()]
+    return [*rows, ("", f"by the tiers' own objectives it would have: {', '.join(each)}")] if len(each) > 1 else rows
 
 
 def _first(found: Found) -> list[tuple[str, str]]:

@@ -112,9 +112,9 @@ class RequestExplanation:
         self._found: Found = {}
 
     async def of(self, target: str, pairs: Headers, body: bytes | None) -> Found:
-        """All that can be said of a request to a path, perhaps with a query, as JSON types."""
-        path, _, said = target.partition("?")
-        query = said.encode("utf-8", "surrogateescape")
+        """All that is known of a request to a path, perhaps with a query, as JSON types."""
+        path, _, text = target.partition("?")
+        query = text.encode("utf-8", "surrogateescape")
         endpoint = find_endpoint(self._snapshot.endpoints, {"path": path})
         self._found = {"path": path, "guarded": endpoint is not None, "mode": self._policy.mode.value}
         if endpoint is None:
@@ -302,8 +302,8 @@ def _text(found: Found) -> str:
             lines.append(f"   {where}: GET {_TREATED[way['reading']]}; POST {_TREATED[way['sending']]}")
         return "\n".join([f"{found['path']} is not guarded.", *lines, f"The policy guards {paths}."])
     lines = [f"POST {found['path']}, read as {found['api']}" + ("" if found["body_given"] else ", with a small body")]
-    for number, (title, said) in enumerate(_steps(found), 1):
-        lines += ["", f"{number}. {title}", *said]
+    for number, (title, details) in enumerate(_steps(found), 1):
+        lines += ["", f"{number}. {title}", *details]
     if error := found.get("error"):
         lines += ["", f"Refused: {error['status']} {error['code']}", f"   {error['message']}"]
     else:
@@ -352,13 +352,13 @@ def _who(tenant: Found) -> list[str]:
 def _which(found: Found) -> list[str]:
     lines, settled = [], False
     for source in found["sources"]:
-        said = _source_line(source)
+        line = _source_line(source)
         if settled:
-            said += "   (not asked: decided already)"
+            line += "   (not asked: decided already)"
         elif source["wins"]:
-            said += "   <- wins"
+            line += "   <- wins"
         settled = settled or source["wins"] or source["refused"]
-        lines.append(f"   {source['source']:<9} {said}")
+        lines.append(f"   {source['source']:<9} {line}")
     if "tier" not in found:
         return lines
     if found["source"] == "default":
@@ -432,8 +432,8 @@ def _learned(holds: Found) -> list[str]:
         if holds["output_by"] == "the request"
         else "less, or more where answers are longer than the tier's default"
     )
-    said = f"a running sidecar holds {less}, once it has learned how long such answers are"
-    return [f"   {said} (capacity: {{learn: {holds['learn']}}})"]
+    sentence = f"a running sidecar holds {less}, once it has learned how long such answers are"
+    return [f"   {sentence} (capacity: {{learn: {holds['learn']}}})"]
 
 
 def _engine_lines(found: Found) -> list[str]:

@@ -36,8 +36,8 @@ def _ask(admins: Sequence[str], wanted: str) -> tuple[Explanation | None, list[s
         try:
             return read_page(admin, f"/requests/{quote(wanted, safe='')}", Explanation), refusals
         except CannotSee as refusal:  # noqa: PERF203  the next replica may have it
-            said = str(refusal)
-            refusals.append(said if admin in said else f"{admin}: {said}")
+            reason = str(refusal)
+            refusals.append(reason if admin in reason else f"{admin}: {reason}")
     return None, refusals
 
 
@@ -51,7 +51,7 @@ def text(story: Explanation) -> str:
     lines = [f"request {story.request_id}   {story.method} {story.path}   pool {story.pool}", "", story.conclusion, ""]
     if story.others:
         lines.insert(1, f"the newest of {story.others + 1} requests with this id")
-    lines += [f"{label:<{_LABEL}} {said}" for label, said, _ in steps(story)]
+    lines += [f"{step.label:<{_LABEL}} {step.text}" for step in steps(story)]
     if story.wait is not None:
         lines += _went_ahead(story, story.wait)
     return "\n".join(map(one_line, lines))

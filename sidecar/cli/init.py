@@ -29,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.arguments import ADMIN, ADMIN_PORT, CLIENTS_PORT, server_url, whole_number
 from sidecar.cli.init_engines import disagreement, engine_names, engines_by_model, recommended_engines
-from sidecar.cli.init_files import DENY, pool_file, tenant_file, tier_by_tenant, tiers_for
+from sidecar.cli.init_files import DENY, pool_file, tenant_file, tier_by_tenant, tiers_for, with_promise
 from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, say, write_json
 from sidecar.engines.base import Facts, Gauges
 from sidecar.engines.discovery import Identity
@@ -112,6 +112,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=tuple(ENGINES),
         help="which engine it is, if its pages do not say, or if none is running yet",
     )
+    speed = "speed of the engine, from `sidecar doctor --engine-model FILE`: its interactive tier gets an slo to hold"
+    add("--engine-model", metavar="FILE", help=speed)
     add_key(parser, "API key of the engine, sent as `Authorization: Bearer KEY`", _KEYS)
     add("--json", metavar="FILE", help="also write what was done as JSON, - for standard output; only - has the keys")
 
@@ -159,6 +161,7 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
         capacity = recommended_engines(args.upstream, names, [_capacity(one, given) for one in reads], models)
     who = "the engine runs" if len(reads) == 1 else "the engines together run"
     tiers = tiers_for(args.tiers, at_once, who, preempts=not args.mounted)  # no app expects a request twice
+    tiers = with_promise(tiers, _promise(args.engine_model), at_once)
     by_tenant = tier_by_tenant(args.tenants, tiers.bodies)
     if args.anonymous not in (DENY, *tiers.bodies):
         raise ValueError(f"--anonymous: there is no tier {args.anonymous}; write deny, {' or '.join(tiers.bodies)}")
@@ -185,6 +188,16 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
     if args.json != STANDARD_OUTPUT:
         say(_text(args, origin, figures).rstrip())
     return figures
+
+
+def _promise(engine_model: str | None) -> str | None:
+    """Promise that an engine of that model can keep. Raises BadEngineModel, which is a ValueError."""
+    if engine_model is None:
+        return None
+    from sidecar.tools.doctor.idle_speed import predicted, promise
+    from sidecar.tools.step_model.model import load_model
+
+    return promise(predicted(load_model(engine_model)))
 
 
 def _asked(args: argparse.Namespace) -> tuple[list[Survey], bool]:
@@ -398,9 +411,9 @@ def _keys(tenants: Sequence[Mapping[str, Any]]) -> Sequence[str]:
 
 def free_port(first: int, upstreams: Sequence[str] | None = None) -> int:
     """The first port from `first` on that no one listens on here, and that is not an upstream's."""
-    taken = {urlsplit(upstream).port for upstream in upstreams or ()}
+    in_use = {urlsplit(upstream).port for upstream in upstreams or ()}
     ports = range(first, first + _PORTS_TRIED)
-    return next((port for port in ports if port not in taken and _is_free(port)), first)
+    return next((port for port in ports if port not in in_use and _is_free(port)), first)
 
 
 def _is_free(port: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import yaml
 
@@ -44,6 +44,10 @@ _TIERS = {
     queue: {max_requests: 10k, max_wait: 30m}
     slo: {starvation: 30m}""",
 }
+_INTERACTIVE, _PROMISED = "high", "slo: {queue_wait: 2s, starvation: 1m"
+_UNKNOWN_SPEED = (
+    "# ttft: ?, tpot: ?, hold: 97%    in its slo keep it fast; `sidecar doctor --upstream URL` says the times"
+)
 _THREE = ("high", "normal", "batch")
 _PREEMPTION, _RESERVE = "preempt", "reserve:"
 _OF_AN_EMERGENCY = "    reserve: 5%\n"
@@ -58,8 +62,8 @@ _KEYS_OF_PREEMPTION = """\
 #             requests that have sent nothing of their answer. They wait again, and none is lost
 """
 _SLO = """\
-#   slo       what the tier promises: the alerts compare with it, and admission does not depend on it. A time to the
-#             first token (`ttft`) is promised by you, once you know your engine
+#   slo       what the tier promises: the alerts compare with it. With `ttft`, `tpot` and `hold: 97%` less important
+#             work fills the pool only so far that 97% of the tier's requests meet both; without `hold` it may fill it
 """
 
 
@@ -114,12 +118,25 @@ def tiers_for(
     return StarterTiers(_bodies(_THREE, left_out), "normal", reason)
 
 
+def with_promise(tiers: StarterTiers, promise: str | None, at_once: int | None) -> StarterTiers:
+    """The tiers with a promise of the interactive one, or with a comment that says how to find it.
+
+    Where the reserves of the others are half of an engine, nothing can be promised.
+    """
+    if at_once == FEWEST_FOR_RESERVES:
+        return tiers
+    body = tiers.bodies[_INTERACTIVE]
+    commented = f"{body}\n    {_UNKNOWN_SPEED}"
+    promised = commented if promise is None else body.replace(_PROMISED, f"{_PROMISED}, {promise}")
+    return replace(tiers, bodies={**tiers.bodies, _INTERACTIVE: promised})
+
+
 def _bodies(names: Collection[str], left_out: tuple[str, ...]) -> Mapping[str, str]:
     """The YAML of these tiers, without the lines that begin so."""
-    taken = _OF_AN_EMERGENCY if _PREEMPTION in left_out else ""
+    dropped = _OF_AN_EMERGENCY if _PREEMPTION in left_out else ""
     return {
         name: "\n".join(line for line in body.split("\n") if not line.strip().startswith(left_out))
-        for name, body in ((name, _TIERS[name].replace(taken, "")) for name in names)
+        for name, body in ((name, _TIERS[name].replace(dropped, "")) for name in names)
     }
 
 

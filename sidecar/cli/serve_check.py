@@ -73,8 +73,8 @@ async def _examined(policy: Policy, url: str) -> Examination | None:
         async with timeout(WITHIN_S):
             return await examine(options, _log.info)
     except (CannotLook, asyncio.TimeoutError) as reason:
-        said = str(reason) or f"no answer within {WITHIN_S:g} s"
-        _log.info("the engine at %s was not examined: %s", url, said, extra={"event": "check_not_made"})
+        cause = str(reason) or f"no answer within {WITHIN_S:g} s"
+        _log.info("the engine at %s was not examined: %s", url, cause, extra={"event": "check_not_made"})
         return None
 
 

@@ -37,7 +37,7 @@ from sidecar.tools.simulate.comparison import run as run_one
 from sidecar.tools.simulate.figures import RunResult
 from sidecar.tools.simulate.load import Assign, check
 from sidecar.tools.simulate.policy_keys import unused_keys, why_alike
-from sidecar.tools.simulate.report import highest_rates, policies, report, tiers
+from sidecar.tools.simulate.report import guarded, highest_rates, policies, report, tiers
 from sidecar.tools.step_model.model import DEFAULT, BadEngineModel, load_model, shipped
 from sidecar.tools.text import table
 
@@ -113,8 +113,9 @@ def run(args: argparse.Namespace) -> int:
         if args.find_rate:
             rates += find_rates(setting, candidate)
     runs = by_policy(results)
-    for columns, rows in (policies(runs), tiers(runs)):
-        say("\n".join(["", *table([columns, *rows], left=(0, 1))]), out)
+    for columns, rows in (policies(runs), tiers(runs), guarded(runs)):
+        if rows:
+            say("\n".join(["", *table([columns, *rows], left=(0, 1))]), out)
     for line in _alike(candidates, results):
         say(f"\n{line}", out)
     if rates:

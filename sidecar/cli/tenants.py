@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if (mistake := _mistake(args)) is not None:
         raise CommandFailed(mistake, 2)
     require_writable(args.json)
-    answer, said = _ACTIONS[args.action](args)
-    return show(args.json, answer, lambda: said)
+    answer, shown = _ACTIONS[args.action](args)
+    return show(args.json, answer, lambda: shown)
 
 
 _OF_ADD = ("tier", "max_tier", "weight", "key_hash", "file")
@@ -110,10 +110,10 @@ def _add(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
         record["keys"] = hashes
     path = "/tenants?replace=true" if args.replace else "/tenants"
     answer = read_page(args.admin, path, Tenants, method="POST", body=_encode(record), patience_s=_PATIENCE_S)
-    said = lines(answer.tenants)
+    shown = lines(answer.tenants)
     if key is not None:
-        said += ["", f"key   {key}", "      for the client; shown this once, and stored nowhere"]
-    return answer, said
+        shown += ["", f"key   {key}", "      for the client; shown this once, and stored nowhere"]
+    return answer, shown
 
 
 def _remove(args: argparse.Namespace) -> tuple[Removed, list[str]]:

@@ -87,8 +87,8 @@ def _watch(overview: Overview, args: argparse.Namespace) -> None:
     with _pressed_keys() as wait, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             console.size = ConsoleDimensions(*(size := shutil.get_terminal_size()))
-            told = [Text(one_line(f"trying again: {one}"), "reverse") for one in trouble]
-            live.update(Fitted(Group(*told, draw(overview, console))), refresh=True)
+            notes = [Text(one_line(f"trying again: {one}"), "reverse") for one in trouble]
+            live.update(Fitted(Group(*notes, draw(overview, console))), refresh=True)
             if wait(args.interval, size) in ("q", "Q", "\x03", "\x04"):
                 return
             try:

@@ -165,8 +165,8 @@ class TierView(TierShare, frozen=True, kw_only=True):
 class PoolFigures(msgspec.Struct, frozen=True):
     """A pool and its policy, as metrics show them. None is unbounded, or not known here.
 
-    `replicas` and `generations` are None where the pool is not shared, `no_engine_fits_s` in a pool of one engine. The
-    counters count since the process began.
+    `replicas`, `generations` and `is_store_available` are None where the pool is not shared, `no_engine_fits_s` in a
+    pool of one engine. The counters count since the process began.
     """
 
     generation: Annotated[
@@ -202,6 +202,10 @@ class PoolFigures(msgspec.Struct, frozen=True):
     is_passing: Annotated[
         bool, gauge("admission.passing", "1 while every request passes untouched (mode: pass), else 0.")
     ] = False
+    is_store_available: Annotated[
+        bool | None,
+        gauge("admission.store.available", "1 while the shared pool's store decides, else 0.", "", Over.LEAST),
+    ] = None
     engine_up: Annotated[
         int | None,
         gauge("admission.engine.up", "1 while the engine that the policy names answers, else 0.", "", Over.LEAST),

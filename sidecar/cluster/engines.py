@@ -32,20 +32,15 @@ def engine_rows(documents: Sequence[EngineDocument], others: Iterable[ReplicaRep
 def _row(document: EngineDocument, reports: Sequence[ReplicaReport]) -> EngineRow:
     theirs = [(report, _latest(document.name, report)) for report in reports]
     same = [seen for _, seen in theirs if seen is not None and seen.id == document.id]
-    return EngineRow(
-        name=document.name,
-        id=document.id,
+    shown = msgspec.structs.replace(
+        document,
         state=same[0].state if document.mounted and same else document.state,
         reason=document.reason or "",
         capacity=document.capacity or Amount(),
-        held=document.held,
-        unprefilled_tokens=document.unprefilled_tokens,
-        claims=document.claims,
         in_flight=document.in_flight + sum(seen.in_flight for seen in same),
-        hit_rate=document.hit_rate,
-        is_measured=document.is_measured,
-        elsewhere="" if document.url is None else _elsewhere(document, theirs),
     )
+    elsewhere = "" if document.url is None else _elsewhere(document, theirs)
+    return msgspec.structs.replace(msgspec.convert(shown, EngineRow, from_attributes=True), elsewhere=elsewhere)
 
 
 def _elsewhere(document: EngineDocument, theirs: Sequence[tuple[ReplicaReport, EngineReport | None]]) -> str:
@@ -82,7 +77,7 @@ class EngineLists:
     def __init__(self) -> None:
         self._differs: Mapping[str, tuple[str, float]] = {}  # replica -> the sentence, and since when
 
-    def hear(self, reports: Iterable[ReplicaReport], own: ReplicaReport, at_s: float) -> None:
+    def compare(self, reports: Iterable[ReplicaReport], own: ReplicaReport, at_s: float) -> None:
         """The other replicas that are there, as they are now."""
         differs: dict[str, tuple[str, float]] = {}
         mine = _names(own)

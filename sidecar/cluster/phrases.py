@@ -43,7 +43,7 @@ def preempted(tier: TierView) -> str:
 
 def as_promised(tiers: Sequence[TierView]) -> str:
     """The requests and tokens of each tier that came as promised, lately; empty where no tier has an objective."""
-    said = []
+    parts = []
     for tier in tiers:
         offered = sum(bucket.offered for bucket in tier.recent)
         attainable = sum(bucket.gain_attainable for bucket in tier.recent)
@@ -51,8 +51,8 @@ def as_promised(tiers: Sequence[TierView]) -> str:
             met = sum(bucket.met for bucket in tier.recent)
             earned = sum(bucket.gain_earned for bucket in tier.recent)
             in_time = f", {100 * earned / attainable:.0f}% of tokens in time" if attainable else ""
-            said.append(f"{tier.tier} {100 * met / offered:.0f}% of {count(offered)}{in_time}")
-    return "; ".join(said)
+            parts.append(f"{tier.tier} {100 * met / offered:.0f}% of {count(offered)}{in_time}")
+    return "; ".join(parts)
 
 
 def as_guarded(guard: TierGuard, hold: float, met: int, missed: int) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from sidecar.cluster.document import PoolFigures, TierShare, TierWaits
 from sidecar.cluster.sources import Sources
-from sidecar.cluster.tiers import tier_shares, tier_waits
+from sidecar.cluster.tiers import is_alone, tier_shares, tier_waits
 from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import Amount, EngineDocument
 from sidecar.events import Received
@@ -20,7 +20,7 @@ from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.policy.choices import Mode
 from sidecar.policy.model import Policy
 from sidecar.telemetry.metrics.instruments import TENANT_TOKENS_HELD, Counters, PoolSample
-from sidecar.telemetry.metrics.store import AVAILABLE, CHANGES
+from sidecar.telemetry.metrics.store import CHANGES
 from sidecar.telemetry.metrics.tenants import TenantCounts
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord
 
@@ -29,7 +29,6 @@ KINDS = (PoolFigures, TierShare, TierWaits, EngineDocument, EngineSizesDocument,
 FIGURES = (
     *(reading.figure for kind in (*KINDS, Counters, TenantCounts) for reading in readings(kind)),
     TENANT_TOKENS_HELD,
-    AVAILABLE,
     CHANGES,
 )
 """All metrics but the histograms."""
@@ -63,7 +62,7 @@ class PoolSampler:
         loop = self._loop
         if loop is None or not loop.is_running() or loop is _running_loop():
             return self._take()  # nothing else can be changing it
-        taking = self._taken()
+        taking = self._take_on_loop()
         try:
             return asyncio.run_coroutine_threadsafe(taking, loop).result(WITHIN_S)
         except concurrent.futures.TimeoutError:
@@ -72,7 +71,7 @@ class PoolSampler:
             taking.close()
             return self._latest
 
-    async def _taken(self) -> PoolSample:
+    async def _take_on_loop(self) -> PoolSample:
         return self._take()
 
     def _take(self) -> PoolSample:
@@ -103,6 +102,7 @@ class PoolSampler:
             replicas=state.get("store", {}).get("replicas"),
             generations=self._generations() if "store" in state else None,
             is_passing=policy.mode is Mode.PASS,
+            is_store_available=not is_alone(state) if "store" in state else None,
             engine_up=sources.engine_up(),
             policies_rejected=sources.policies_rejected(),
             no_engine_fits_s=state.get("no_engine_fits_s"),

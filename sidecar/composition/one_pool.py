@@ -250,8 +250,8 @@ class OnePool:
                 raise
             from sidecar.policy.passing import bare
 
-            said = "what the policy asks for cannot be had, and is passed over: %s"
-            _log.error(said, mistake, extra={"event": "policy_rejected"})
+            message = "what the policy asks for cannot be had, and is passed over: %s"
+            _log.error(message, mistake, extra={"event": "policy_rejected"})
             composed = self._compose(bare(files.path).policy, files)
         composed.controller.report_passing(was_passing=False)
         return composed

@@ -111,8 +111,8 @@ async def _caches_prefixes(pages: Pages, page: str) -> bool | None:
         samples = Metrics(await read_text(pages, page)).samples("vllm:cache_config_info")
     except Unread:
         return None
-    said = {sample.labels.get("enable_prefix_caching") for sample in samples}
-    return None if not said <= {"True", "False"} or not said else "True" in said
+    values = {sample.labels.get("enable_prefix_caching") for sample in samples}
+    return None if not values <= {"True", "False"} or not values else "True" in values
 
 
 async def _settings(pages: Pages) -> tuple[Mapping[str, Any], str]:

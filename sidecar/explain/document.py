@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sidecar.events import Expectation
 from sidecar.telemetry.ahead import AheadGroup, UnknownAhead
 
 
@@ -26,22 +27,12 @@ class RequestFacts(msgspec.Struct, frozen=True):
     downgraded_from: str | None = None
 
 
-class SizeDetails(msgspec.Struct, frozen=True):
-    """Expected use, in tokens, where output lengths are learned; see `events.Expectation`.
+class SizeDetails(Expectation, frozen=True):
+    """Expected use, in tokens, where output lengths are learned.
 
     `held_tokens` is what its lease held at its end, None before, and `growths` how often it grew until then.
     """
 
-    prompt_tokens: int
-    output_tokens: int
-    sequences: int
-    source: str
-    samples: int
-    quantile: float
-    overlap: float
-    most_tokens: int
-    bucket: str
-    bytes_per_token: float | None = None
     held_tokens: int | None = None
     growths: int = 0
 

@@ -13,7 +13,7 @@ from sidecar.explain.document import (
     RefusalDetails,
 )
 from sidecar.telemetry.ahead import went_ahead, why_it_waited
-from sidecar.telemetry.request_record import failure_description
+from sidecar.telemetry.request_record import REPLAYED_BECAUSE, failure_description
 
 
 def conclusion(story: Explanation) -> str:
@@ -100,13 +100,8 @@ def _gave_way(attempt: AttemptDetails) -> str:
 
 def not_served(attempt: AttemptDetails) -> str:
     """Why an engine of several did not serve an attempt."""
-    engine = f"engine {attempt.engine}"
-    return {
-        "unreached": f"no connection to {engine} could be made",
-        "full": f"{engine} said that it was full",
-        "crashed": f"{engine} crashed before it answered",
-        "broken": f"{engine} broke the connection before it answered",
-    }.get(attempt.replay or "", f"{engine} did not serve it ({attempt.replay})")
+    why = REPLAYED_BECAUSE.get(attempt.replay or "", f"the engine did not serve it ({attempt.replay})")
+    return why.replace("the engine", f"engine {attempt.engine}")
 
 
 def chosen(choice: EngineChoice) -> str:

@@ -52,10 +52,10 @@ def _model(asked: RequestFacts) -> str:
 
 
 def _overlap(asked: RequestFacts, size: SizeDetails) -> str:
-    said = f", counted at {size.overlap:.3g} because requests end at different times" if size.overlap < 1 else ""
+    text = f", counted at {size.overlap:.3g} because requests end at different times" if size.overlap < 1 else ""
     plain = size.prompt_tokens + size.sequences * size.output_tokens
     is_cut = math.floor(plain * size.overlap) > asked.tokens
-    return f"{said}, and no more than one request of its tier may hold" if is_cut else said
+    return f"{text}, and no more than one request of its tier may hold" if is_cut else text
 
 
 def _old_rule(asked: RequestFacts, size: SizeDetails) -> str:

@@ -24,7 +24,7 @@ class Step(NamedTuple):
     """One line of the story. `request_id` is the other request that it is about, None where it is about none."""
 
     label: str
-    said: str
+    text: str
     request_id: str | None = None
 
 
@@ -59,7 +59,7 @@ def steps(story: Explanation, clock: Clock = calendar_time) -> Iterator[Step]:
         overtaken = Step("overtaken", f" {_by(by, clock)}", None if by is None else by.request_id)
         met.append((story.wait.overtaken_at_s, overtaken))
     for at_s, step in sorted(met, key=lambda pair: pair[0]):
-        yield step._replace(said=f"{_at(story, at_s, clock)}{step.said}")
+        yield step._replace(text=f"{_at(story, at_s, clock)}{step.text}")
     yield from _how_it_ended(story, clock)
 
 

@@ -131,7 +131,7 @@ class ModelsController(AdmissionController):
 
 
 def _name_models(sentences: Mapping[str, Sequence[str]]) -> list[str]:
-    return [f"model {name}: {sentence}" for name, said in sentences.items() for sentence in said]
+    return [f"model {name}: {sentence}" for name, about in sentences.items() for sentence in about]
 
 
 class ModelsHealth:

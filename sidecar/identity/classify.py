@@ -137,7 +137,7 @@ class Classifier:
     def __init__(self, policy: Policy, dialect: Engine, tokens: TokenVerifier | None = None) -> None:
         self._tokens = tokens
         self._gateway = policy.gateway
-        self._of_claims: dict[tuple[str, str], Tenant] = {}
+        self._by_asked_tier: dict[tuple[str, str], Tenant] = {}
         self._of_authorization: dict[bytes | None, Tenant] = {}
         self._logged: set[tuple[str, str]] = set()
         self._policy = policy
@@ -259,9 +259,9 @@ class Classifier:
 
     def _asking(self, tenant: Tenant, tier: str) -> Tenant | None:
         """The tenant, as it asks for a tier; None where there is no such tier."""
-        asked = self._of_claims.get((tenant.name, tier))
+        asked = self._by_asked_tier.get((tenant.name, tier))
         if asked is None and (level := self._policy.level_for(tier)) is not None:
-            asked = self._of_claims[tenant.name, tier] = replace(tenant, level=level)
+            asked = self._by_asked_tier[tenant.name, tier] = replace(tenant, level=level)
         return asked
 
     def classify(self, asked: Asked, tenant: Tenant) -> Classification:

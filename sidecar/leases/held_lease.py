@@ -252,15 +252,8 @@ class HeldLease(TurnUser):
             raise Draining("this process is shutting down and takes no new lease", retry_after_s=1)
         if controller.routing is not None:
             controller.routing.wake()
-        self._turn = Turn(
-            controller.pool,
-            self._snapshot.policy,
-            self._request,
-            self._request.ask(),
-            self,
-            reports=self._reporter,
-            budgets=controller.usage,
-        )
+        pool, policy, request, budgets = controller.pool, self._snapshot.policy, self._request, controller.usage
+        self._turn = Turn(pool, policy, request, request.ask(), self, reports=self._reporter, budgets=budgets)
         return await self._turn.take()
 
     def entered(self, lease: Lease | None) -> None:
@@ -287,7 +280,7 @@ class HeldLease(TurnUser):
             self._when_preempted()
 
     def _refuse_other_loops(self) -> None:
-        """Raises RuntimeError where the pool's event loop is another one: no grant would ever be heard of here."""
+        """Raises RuntimeError where the pool's event loop is another one: no grant would ever arrive here."""
         server = self._controller.server
         if server is not None and not server.done() and server.get_loop() is not asyncio.get_running_loop():
             raise RuntimeError(
@@ -297,12 +290,11 @@ class HeldLease(TurnUser):
 
     def _withdraw(self) -> None:
         """Its holder was canceled while it waited: it leaves the queue."""
+        self._end()
         if self._turn is None:
             self._report_canceled(None)
         else:
-            self._turn.leave()
             self._turn.when_left(self._report_canceled)
-        self._end()
 
     # -- what is reported of it
 

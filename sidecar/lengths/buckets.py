@@ -32,14 +32,14 @@ def bucket_for(traits: Traits, most: int | None) -> str:
 
 @cache  # its arguments are classes already, never what a client wrote
 def _named(tools: str, effort: str | None, has_format: bool, has_stop: bool, size: int) -> str:
-    said = [
+    parts = [
         tools,
         "" if effort is None else f"effort {effort}",
         "format" if has_format else "",
         "stop" if has_stop else "",
         _SIZE_NAMES[size],
     ]
-    return ", ".join(filter(None, said)) or "plain"
+    return ", ".join(filter(None, parts)) or "plain"
 
 
 class LengthKey(NamedTuple):

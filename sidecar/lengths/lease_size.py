@@ -375,19 +375,19 @@ class LeaseSizes:
 
     def learn(self, expected: Expected, answer: AnswerProgress, is_complete: bool) -> None:
         """An answer is over. It is longer than what was seen where it is not complete, or as long as it may be."""
-        said, chunks = answer.output_tokens, answer.chunks
-        if said is None:
+        reported, chunks = answer.output_tokens, answer.chunks
+        if reported is None:
             if not chunks:
                 return  # an answer that says nothing of its length
             length = self.generated(expected, answer)
         else:
-            length = said // expected.shown
+            length = reported // expected.shown
         longest, is_censored = expected.longest, not is_complete
         if length >= longest:
             length, is_censored = longest, is_censored or expected.bound is not None
         if length or not is_censored:
             counted = None
-            if chunks and said is not None and not answer.later_chunks:
+            if chunks and reported is not None and not answer.later_chunks:
                 counted = (chunks - answer.large_tokens) // expected.shown
             self.estimator.learn_at(expected.place, length, is_censored, counted)
 

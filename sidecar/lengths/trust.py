@@ -124,8 +124,8 @@ class Trust:
         before, self._step = self._step, max(0, self._step - calm)
         if self._step != before:
             self._report()
-            said = "no preemption for %s: leases hold quantile %g of the output lengths%s from now on"
-            _log.info(said, policy_duration(CALM_US / 1e6), *self._in_force(), extra={"event": "quantile_lowered"})
+            message = "no preemption for %s: leases hold quantile %g of the output lengths%s from now on"
+            _log.info(message, policy_duration(CALM_US / 1e6), *self._in_force(), extra={"event": "quantile_lowered"})
 
     def change_mode(self, learn: Learn) -> None:
         """The policy chose another mode: its base is in force. The same mode changes nothing."""
@@ -150,8 +150,8 @@ class Trust:
             return
         self._step += 1
         self._report()
-        said = "requests that the engine preempted: %d. Leases hold quantile %g of the output lengths%s from now on"
-        _log.warning(said, new, *self._in_force(), extra={"event": "quantile_raised"})
+        message = "requests that the engine preempted: %d. Leases hold quantile %g of the output lengths%s from now on"
+        _log.warning(message, new, *self._in_force(), extra={"event": "quantile_raised"})
 
     def _in_force(self) -> tuple[float, str]:
         return self.quantile, ", less the overlap," if self.uses_overlap else ""

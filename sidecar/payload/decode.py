@@ -221,9 +221,9 @@ _ends_in_half_a_pair = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}.{,5}\Z", re.D
 
 def _defect(error: msgspec.DecodeError, body: bytes) -> str:
     """Defect of malformed JSON, in words. msgspec takes half of a surrogate pair near the end for an early end."""
-    said = str(error).removeprefix("JSON is malformed: ")
-    if said != _TRUNCATED:
-        return said
+    defect = str(error).removeprefix("JSON is malformed: ")
+    if defect != _TRUNCATED:
+        return defect
     return "its last string has half of a surrogate pair" if _ends_in_half_a_pair(body[-12:]) else "it ends too early"
 
 
@@ -550,7 +550,7 @@ class _Reader:
     """Reads the bodies of one API.
 
     `decode` reads the API's own fields, and raises ValidationError where the body has fields that it does not know:
-    most bodies have none, and are scanned once. `interpret` is told what those others carry, too.
+    most bodies have none, and are scanned once. `interpret` gets what those others carry, too.
     """
 
     def __init__(self, fields: type[_Fields], interpret: Callable[[Any, Carried], Payload]) -> None:

@@ -6,19 +6,17 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import TypeVar
 
-from sidecar.policy.choices import Order
 from sidecar.policy.declared import Context, values
 from sidecar.policy.fleet import EngineAddress, EngineListFile, FleetPolicy, pool_prefill, pool_size
 from sidecar.policy.fleet_validate import list_mistakes
 from sidecar.policy.model import Policy
 from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.problems import FilePlace, Path, PolicyError, Problem, printable
-from sidecar.policy.rules import PoolRules, pool_rules
+from sidecar.policy.rules import PoolRules
 from sidecar.policy.source import Document, read
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.tenant_files import obstacles, tenant_files
@@ -162,22 +160,9 @@ def _probed(fleet: FleetPolicy, pool: PoolFile) -> FleetPolicy:
 
 def _rules(pool: PoolFile, fleet: FleetPolicy | None) -> PoolRules:
     if fleet is not None:
-        (tokens, requests), prefill = pool_size(fleet.static), pool_prefill(fleet.static)
-    else:
-        assert pool.capacity is not None  # `validate` refuses a pool without one that has no engines either
-        tokens, requests, prefill = pool.capacity.tokens, pool.capacity.requests, None
-    is_by_gain = pool.order is Order.GAIN
-    return pool_rules(
-        tokens=tokens,
-        requests=requests,
-        tiers=pool.tiers,
-        promote_after_us=pool.aging.promote_after_us if pool.aging else None,
-        ceiling=pool.aging.ceiling if pool.aging else 0,
-        max_preemptions=pool.max_preemptions,
-        prefill=prefill,
-        floor_of_reserve=pool.fair if is_by_gain else Fraction(1),
-        is_by_gain=is_by_gain,
-    )
+        return pool.rules_for(*pool_size(fleet.static), pool_prefill(fleet.static))
+    assert pool.capacity is not None  # `validate` refuses a pool without one that has no engines either
+    return pool.rules_for(pool.capacity.tokens, pool.capacity.requests)
 
 
 def read_engine_list(policy: Policy, file: FilePath) -> tuple[EngineAddress, ...]:

@@ -48,7 +48,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 _ASKED_HEADER = re.compile(rf"(?!\*$){_HEADER_NAME.pattern}")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _MEMBER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
-_TAKEN_HEADERS = frozenset(
+_RESERVED_HEADERS = frozenset(
     ("authorization", "x-api-key", "api-key", "host", "content-length", "transfer-encoding", "connection")
 )
 _URL_PATH = re.compile(r"/[!-~]*")
@@ -60,6 +60,8 @@ _SERVICE = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
 _SRV = re.compile(rf"_[A-Za-z0-9-]{{1,62}}\._(tcp|udp)\.{_HOST}", re.ASCII)
 
 MOST_USAGE_DAYS = 400
+MOST_OF_AN_ENGINE = 10**12
+"""Tokens, or requests, of one engine. Sums and scores over 64 engines then stay below 2**53, so exact in Lua."""
 SHORTEST_PERIOD_S = Fraction(1, 10)
 """Shortest period of a repeated query. A shorter one costs an engine, or a name server, more than it is worth."""
 
@@ -114,13 +116,13 @@ def _named(what: str, pattern: re.Pattern[str], wanted: str, like: str) -> Calla
     return read
 
 
-def _at_most(reader: Callable[[object], N], most: float, said: str) -> Callable[[object], N]:
-    """The reader of a number that has a bound. `said` is the refusal of a larger one."""
+def _at_most(reader: Callable[[object], N], most: float, message: str) -> Callable[[object], N]:
+    """The reader of a number that has a bound. `message` is the refusal of a larger one."""
 
     def read(value: object) -> N:
         found = reader(value)
         if found > most:
-            raise ValueError(said.format(found))
+            raise ValueError(message.format(found))
         return found
 
     return read
@@ -159,6 +161,9 @@ _model_name = _named(
     _MODEL_NAME,
     "write up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -, a letter or a digit first",
     like="llama-70b",
+)
+_engine_amount = _at_most(
+    units.positive_count, MOST_OF_AN_ENGINE, "{} is more than one engine holds; write 1000G or less"
 )
 _rate = _at_most(
     units.positive_count,
@@ -249,7 +254,7 @@ def distinct(values: tuple[V, ...]) -> tuple[V, ...]:
 
 def _header(value: object) -> bytes:
     name = _header_name(value)
-    if name.lower() in _TAKEN_HEADERS:
+    if name.lower() in _RESERVED_HEADERS:
         raise ValueError(f"{quoted(name)} has a meaning of its own; write another name, such as x-priority")
     return name.lower().encode("ascii")
 
@@ -447,6 +452,7 @@ Period = Annotated[float, Reads(_period, _DURATION, float)]
 Burst = Annotated[int, Reads(_burst, _DURATION, _microseconds)]
 Count = Annotated[int, Reads(units.count, _COUNT)]
 PositiveCount = Annotated[int, Reads(units.positive_count, _COUNT)]
+EngineAmount = Annotated[int, Reads(_engine_amount, _COUNT)]
 RateCount = Annotated[int, Reads(_rate, _COUNT)]
 BudgetCount = Annotated[int, Reads(_budget, _COUNT)]
 UsageDays = Annotated[int, Reads(_usage_days, _COUNT)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.choices import (
@@ -19,7 +18,7 @@ from sidecar.policy.choices import (
 )
 from sidecar.policy.fleet import EngineAddress, largest_size, pool_prefill, pool_size
 from sidecar.policy.pool_file import PoolFile
-from sidecar.policy.rules import UNLIMITED, PoolRules, pool_rules
+from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.policy.tenant import Tenant
 
 MODE_VARIABLE = "SIDECAR_MODE"
@@ -123,26 +122,10 @@ class Policy(PoolFile):
             return self.engine_capacity is not None
         return not self.engines.static or any(engine.capacity.is_read for engine in self.engines.static)
 
-    def rules_for(self, tokens: int | None, requests: int | None, prefill: int | None = None) -> PoolRules:
-        """Rules of the same tiers in a pool of another size. None is unbounded."""
-        rules = self.rules
-        return pool_rules(
-            tokens=tokens,
-            requests=requests,
-            tiers=self.tiers,
-            promote_after_us=rules.promote_after_us,
-            ceiling=rules.ceiling,
-            max_preemptions=rules.max_preemptions,
-            prefill=prefill,
-            floor_of_reserve=self.fair if rules.is_by_gain else Fraction(1),
-            is_by_gain=rules.is_by_gain,
-        )
-
     def ordered_by(self, order: Order) -> Policy:
         """Copy of the policy with another order."""
-        rules = replace(self.rules, is_by_gain=order is Order.GAIN)
+        rules, ordered = self.rules, replace(self, order=order)
         sizes = (None if size == UNLIMITED else size for size in (rules.tokens, rules.requests, rules.prefill))
-        ordered = replace(self, order=order, rules=rules)
         return replace(ordered, rules=ordered.rules_for(*sizes))
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ValidationInfo, field_validator
 
 from sidecar.apis import STANDARD_PATHS
-from sidecar.engines import ENGINES, Engine, NoPriorityEngine
+from sidecar.engines import ENGINES, Engine
 from sidecar.engines.base import Carrier
 from sidecar.policy import fields as of
 from sidecar.policy.capacity import Capacity
@@ -32,6 +33,7 @@ from sidecar.policy.fleet import FleetPolicy, ModelPolicy
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.identity import JwtPolicy
 from sidecar.policy.problems import printable
+from sidecar.policy.rules import PoolRules, pool_rules
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.tier import Aging, Tier, TierBody, Timeouts, ladder
 
@@ -288,13 +290,6 @@ class PoolFile:
         "hold",
     )
 
-    @field_validator("capacity")
-    @classmethod
-    def _engine_reports_it(cls, capacity: Capacity | None, info: ValidationInfo) -> Capacity | None:
-        if capacity is not None and capacity.is_read and info.data.get("engine") is NoPriorityEngine:
-            raise ValueError("the engine none reports nothing; write tokens, requests or both")
-        return capacity
-
     @field_validator("carrier")
     @classmethod
     def _engine_can_carry(cls, carrier: Carrier | None, info: ValidationInfo) -> Carrier | None:
@@ -330,3 +325,18 @@ class PoolFile:
             elif thresholds is not None:
                 raise ValueError("only read for the source engine; add engine to sources, or remove this")
         return tuple((least, level) for level, least in sorted((thresholds or {}).items()))
+
+    def rules_for(self, tokens: int | None, requests: int | None, prefill: int | None = None) -> PoolRules:
+        """Rules of the tiers in a pool of a size. None is unbounded."""
+        is_by_gain = self.order is Order.GAIN
+        return pool_rules(
+            tokens=tokens,
+            requests=requests,
+            tiers=self.tiers,
+            promote_after_us=None if self.aging is None else self.aging.promote_after_us,
+            ceiling=0 if self.aging is None else self.aging.ceiling,
+            max_preemptions=self.max_preemptions,
+            prefill=prefill,
+            floor_of_reserve=self.fair if is_by_gain else Fraction(1),
+            is_by_gain=is_by_gain,
+        )

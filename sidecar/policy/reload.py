@@ -98,10 +98,10 @@ class PolicyReloader:
 
     def _report_defect(self) -> None:
         """Logs the exception being handled, once for as long as it lasts."""
-        said = "the policy's files could not be looked at, or what they say not be used: a defect, see the log"
-        if self._notice != said:
-            _log.exception("a defect in the sidecar: %s", said, extra={"event": "defect"})
-        self._notice = said
+        notice = "the policy's files could not be looked at, or what they say not be used: a defect, see the log"
+        if self._notice != notice:
+            _log.exception("a defect in the sidecar: %s", notice, extra={"event": "defect"})
+        self._notice = notice
 
     def _apply(self, look: FilesReading, *, is_asked: bool) -> None:
         """Does what the files say, where that can be done."""
@@ -132,10 +132,10 @@ class PolicyReloader:
     def _reject(self, problem: str) -> None:
         self.rejections += 1
         generation = self._governed.policy.generation
-        said = f"the policy's files cannot be used, generation {generation} stays in force"
-        self._notice = f"{said}: {problem}"
+        notice = f"the policy's files cannot be used, generation {generation} stays in force"
+        self._notice = f"{notice}: {problem}"
         one_line = "; ".join(problem.splitlines())
-        _log.error("%s: %s", said, one_line, extra={"event": "policy_rejected"})
+        _log.error("%s: %s", notice, one_line, extra={"event": "policy_rejected"})
 
     def _keep_out(self, keys: Sequence[str], generation: str | None) -> None:
         """Keeps all of it out: no operator has written one half of a policy."""
@@ -168,8 +168,8 @@ class FilesReading:
 
     def says_as(self, other: FilesReading | None) -> bool:
         """True if both say the same: the same contents, or the same mistake."""
-        said = self.generation, self.problem, self.says_pass
-        return other is not None and said == (other.generation, other.problem, other.says_pass)
+        own = self.generation, self.problem, self.says_pass
+        return other is not None and own == (other.generation, other.problem, other.says_pass)
 
     @property
     def generation(self) -> str | None:

@@ -17,16 +17,8 @@ class SizedAsk(Protocol):
         """Its level."""
 
     @property
-    def tokens(self) -> int:
-        """The tokens that it wants to hold."""
-
-    @property
-    def most(self) -> int:
-        """The tokens that it may use in all, 0 for as many as it holds."""
-
-    @property
     def charged_tokens(self) -> int:
-        """The larger of the two."""
+        """The tokens that it may use in all."""
 
     @property
     def requests(self) -> int:
@@ -73,10 +65,7 @@ class SizeLimits:
 
     def refuse_what_never_fits(self, ask: SizedAsk) -> None:
         """Raises RequestTooLarge, with the figures, for a request that could never be admitted."""
-        tokens, requests = self._limits[ask.tier]
-        if ask.tokens > tokens or ask.most > tokens or ask.requests > requests:
-            error = self._exceeds(ask, tokens, requests)
-            assert error is not None
+        if error := self.too_large(ask):
             raise error
 
     def most_tokens(self, level: int) -> int:
@@ -93,11 +82,7 @@ class SizeLimits:
 
     def too_large(self, ask: SizedAsk) -> RequestTooLarge | None:
         """The refusal of a request that could never be admitted, with the figures; None where it could."""
-        try:
-            self.refuse_what_never_fits(ask)
-        except RequestTooLarge as error:
-            return error
-        return None
+        return self._exceeds(ask, *self._limits[ask.tier])
 
     def outgrown(self, ask: SizedAsk) -> RequestTooLarge | None:
         """The refusal of a waiting request that could never be admitted any more, None where it could.

@@ -138,8 +138,8 @@ def _scheme(text: str) -> tuple[StoreKind, bool, str]:
         )
     scheme, separator, rest = text.partition("://")
     if not separator or not _SCHEME.fullmatch(scheme):
-        said = "this" if "@" in text or "%40" in text else quoted(text.partition("?")[0])
-        raise ValueError(f"{said} is not a store's address; write {EXAMPLE}")
+        shown = "this" if "@" in text or "%40" in text else quoted(text.partition("?")[0])
+        raise ValueError(f"{shown} is not a store's address; write {EXAMPLE}")
     if scheme.lower() not in SCHEMES:
         raise ValueError(unknown("scheme", scheme, list(SCHEMES)))
     return *SCHEMES[scheme.lower()], rest

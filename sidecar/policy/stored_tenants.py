@@ -77,9 +77,9 @@ def with_stored(policy: Policy, stored: Mapping[str, StoredTenant]) -> tuple[Pol
         if name in of_files:
             unused[name] = "the policy's files have a tenant of this name, which counts"
             continue
-        taken = [tenants[digest].name for digest in one.digests if digest in tenants]
-        if taken:
-            unused[name] = f"one of its keys is already a key of {quoted(taken[0])}"
+        owners = [tenants[digest].name for digest in one.digests if digest in tenants]
+        if owners:
+            unused[name] = f"one of its keys is already a key of {quoted(owners[0])}"
             continue
         tenants.update(dict.fromkeys(one.digests, one.tenant))
         if not one.digests:

@@ -89,7 +89,7 @@ class Response:
                 await self._more()
         finally:
             self._write = None
-        return self._taken()
+        return self._take()
 
     def close(self) -> None:
         """Ends the exchange. Where the response is not complete, the connection ends, too."""
@@ -105,13 +105,13 @@ class Response:
         """The connection has read something: it is written, or the task that waits is woken."""
         self.reads += 1
         if self._write is not None and self.parts and not self.is_complete:
-            part = self._taken()
+            part = self._take()
             if self._write(part):
                 return
             self.parts, self.unread_bytes, self._write = [part], len(part), None
         self._wake()
 
-    def _taken(self) -> bytes:
+    def _take(self) -> bytes:
         parts, self.unread_bytes = self.parts, 0
         together = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()

@@ -49,7 +49,7 @@ class Acceptor:
         self._open: set[BoundedHttpProtocol] = set()
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._has_said = False
+        self._has_warned = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._run(self._accept())
         if certificate is not None:
@@ -72,7 +72,7 @@ class Acceptor:
                 connection, _ = await self._loop.sock_accept(self._listener)
             except OSError as error:
                 if error.errno in _OUT_OF_FILES:
-                    self._say("%s, with a limit of %d: new connections wait", error.strerror, limit())
+                    self._warn("%s, with a limit of %d: new connections wait", error.strerror, limit())
                 await asyncio.sleep(RETRY_S)
             else:
                 self._begin(connection)
@@ -83,7 +83,7 @@ class Acceptor:
         self._open.add(protocol)
         if len(self._open) >= self._most:
             self._has_room.clear()
-            self._say(_FULL, len(self._open), limit())
+            self._warn(_FULL, len(self._open), limit())
         self._run(self._connect(connection, protocol))
 
     async def _connect(self, connection: socket.socket, protocol: BoundedHttpProtocol) -> None:
@@ -103,12 +103,12 @@ class Acceptor:
         if len(self._open) < self._most:
             self._has_room.set()
         if len(self._open) <= self._most // 2:
-            self._has_said = False
+            self._has_warned = False
 
-    def _say(self, message: str, *of: object) -> None:
+    def _warn(self, message: str, *of: object) -> None:
         """Once, until half of the connections have ended."""
-        if not self._has_said:
-            self._has_said = True
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(f"{message}; {_REMEDY}", *of, extra={"event": "open_files"})
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

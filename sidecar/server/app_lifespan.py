@@ -17,7 +17,7 @@ class AppLifespan:
         self.state: dict[str, Any] = {}
         self._app = app
         self._task: asyncio.Task[None] | None = None
-        self._is_told = False
+        self._is_startup_sent = False
         self._ends = asyncio.Event()
         self._answer: asyncio.Future[Message] | None = None
 
@@ -48,8 +48,8 @@ class AppLifespan:
             await self._task
 
     async def _receive(self) -> Message:
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_startup_sent:
+            self._is_startup_sent = True
             return {"type": "lifespan.startup"}
         await self._ends.wait()
         return {"type": "lifespan.shutdown"}

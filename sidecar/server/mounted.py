@@ -28,10 +28,10 @@ Services = Callable[[Scope], AbstractAsyncContextManager[None]]
 class Lifespan:
     """Runs services and steps around an app's lifespan.
 
-    `services` run from the server's start, before the app hears of it, to its end. They get the lifespan's scope, and
+    `services` run from the server's start, before the app's own, to its end. They get the lifespan's scope, and
     raise CannotServe or ValueError where they cannot start: then the server's start fails. The steps of `opening` run
     after their start, those of `asking` when the app has started: they may ask the app about its engine. The steps of
-    `closing` run before the app hears of the server's end, after its last request. A part that is not ready reports
+    `closing` run before the app's own end, after its last request. A part that is not ready reports
     that itself, in its responses and on `/readyz`. Only a step of `asking` may raise, and only CannotServe: then the
     server's start fails, after the steps of `closing`.
 
@@ -57,14 +57,14 @@ class Lifespan:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a lifespan's scope."""
-        heard: list[str] = []
+        types: list[str] = []
         failure: Exception | None = None
         is_first = is_open = False
 
         async def received() -> Message:
             nonlocal is_first, is_open
             message = await receive()
-            heard.append(message["type"])
+            types.append(message["type"])
             if message["type"] == "lifespan.startup":
                 self._open += 1
                 is_first, is_open = self._open == 1, True
@@ -80,7 +80,7 @@ class Lifespan:
                 await steps
             except (CannotServe, ValueError) as mistake:
                 failure = mistake
-                heard.append("lifespan.startup.failed")
+                types.append("lifespan.startup.failed")
                 await close()
                 await send(startup_failed(mistake))
                 raise
@@ -94,9 +94,9 @@ class Lifespan:
                     await self._end(is_canceled=is_canceled)
 
         async def sent(message: Message) -> None:
-            if failure is not None:  # the server has heard why, and takes no other message
+            if failure is not None:  # the server has been sent the reason, and takes no other message
                 return
-            heard.append(message["type"])
+            types.append(message["type"])
             if message["type"] == "lifespan.startup.complete" and is_first:
                 await begin(_run(self._asking))
             if message["type"] == "lifespan.startup.failed":
@@ -104,7 +104,7 @@ class Lifespan:
             await send(message)
 
         try:
-            await self._serve_app(scope, received, sent, heard)
+            await self._serve_app(scope, received, sent, types)
         except asyncio.CancelledError:
             await close(is_canceled=True)
             raise
@@ -126,16 +126,16 @@ class Lifespan:
         finally:
             await self._running.aclose()
 
-    async def _serve_app(self, scope: Scope, received: Receive, sent: Send, heard: list[str]) -> None:
+    async def _serve_app(self, scope: Scope, received: Receive, sent: Send, types: list[str]) -> None:
         try:
             await self.app(scope, received, sent)
         except Exception as error:
             # Starlette sets `app`. An app of Starlette's has a lifespan, and this is a failure of its start.
-            if any(each in _OF_APP for each in heard) or "app" in scope:
+            if any(each in _OF_APP for each in types) or "app" in scope:
                 raise
             _log.info("the app has no lifespan (%s)", type(error).__name__, extra={"event": "no_lifespan"})
-        if not any(each in _OF_APP for each in heard):
-            await _without_app(received, sent, has_begun=bool(heard))
+        if not any(each in _OF_APP for each in types):
+            await _without_app(received, sent, has_begun=bool(types))
 
 
 async def _run(steps: Sequence[Step]) -> None:
@@ -164,7 +164,7 @@ class FailedStart:
     without a lifespan: it logs "startup complete" and answers every request with a 500. Only `lifespan.startup.failed`
     stops it. Starlette's TestClient waits for the app's end after that message, and hangs where the app ends without an
     exception. A request reaches it only where the server has no lifespan for it, or goes on without: the log says why
-    once, and the client is not told.
+    once, and the answer does not.
     """
 
     def __init__(self, mistake: Exception) -> None:

@@ -86,20 +86,13 @@ def new_groups(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Seq
     """Groups of requests that went ahead: those that overtook first, and among them the larger first. `tiers` are the
     policy's, most important first.
     """
-    arrived_us, waiting_tier = waiter.arrived_us, waiter.tier or ""
     alike: dict[tuple[str, bool, str, int], list[RequestRecord]] = {}
     for record in ahead:
         classified, admitted = record.classified, record.admitted
         if classified is None or admitted is None:
             continue
-        came_later = classified.at_us > arrived_us
-        if not came_later:
-            rule = TURN
-        elif classified.tier != waiting_tier:
-            rule = admitted.passed.get(waiting_tier, BEHIND)
-        else:
-            rule = rule_for(record, waiter)  # which says the same of the others, at three times the cost
-        key = classified.tier, came_later, rule, admitted.level if rule == "level" else 0
+        rule = rule_for(record, waiter)
+        key = classified.tier, record.arrived_us > waiter.arrived_us, rule, admitted.level if rule == "level" else 0
         alike.setdefault(key, []).append(record)
     worded: dict[tuple[str, bool, str, str], list[RequestRecord]] = {}
     for (tier, came_later, rule, _level), records in alike.items():

@@ -40,10 +40,6 @@ MOST_LOOKED_AT = 1024
 _is_trace_id = re.compile(r"[0-9a-f]{32}").fullmatch
 
 
-Waiter = RequestRecord | Admitted | Refused
-"""A request, or the end of its wait, for a caller that has no more than that."""
-
-
 class Journal:
     """Listens to requests. Use it from one event loop.
 
@@ -92,25 +88,24 @@ class Journal:
         }
         return sorted(found, key=lambda record: record.at_us, reverse=True)
 
-    def find_ahead(self, waiter: Waiter, most: int = MOST_ADMISSIONS) -> Sequence[RequestRecord]:
+    def find_ahead(self, waiter: RequestRecord, most: int = MOST_ADMISSIONS) -> Sequence[RequestRecord]:
         """The first `most` that were admitted while it waited, or has waited so far, in order; itself is left out.
 
         Those are among them that were admitted while it ran, and was preempted then: the pool counts them, too. One
-        that came as it was admitted, by the same decision, is told first, and so counts as ahead wherever it was.
+        that came as it was admitted, by the same decision, is passed on first, and so counts as ahead wherever it was.
         """
         first, last = self._window(waiter)
         return _others(self._admissions[first : min(last, first + most)], waiter)
 
-    def overtook(self, waiter: Waiter, most: int = 64) -> Sequence[RequestRecord]:
+    def overtook(self, waiter: RequestRecord, most: int = 64) -> Sequence[RequestRecord]:
         """Of those that went ahead, the first `most` that had come later; at most `MOST_LOOKED_AT` are looked at."""
-        if not _may_have_been_overtaken(waiter):
+        if waiter.waited is not None and waiter.waited.overtaken_at_us is None:
             return ()
-        arrived_us = waiter.arrived_us if isinstance(waiter, RequestRecord) else waiter.at_us - waiter.queue_wait_us
         first, last = self._overtaking(waiter)
         looked_at = _others(self._admissions[first : min(last, first + MOST_LOOKED_AT)], waiter)
-        return [*islice((record for record in looked_at if record.arrived_us > arrived_us), most)]
+        return [*islice((record for record in looked_at if record.arrived_us > waiter.arrived_us), most)]
 
-    def looks_at_all(self, waiter: Waiter) -> bool:
+    def looks_at_all(self, waiter: RequestRecord) -> bool:
         """True if `overtook` looks at all that were admitted since the overtaking."""
         first, last = self._overtaking(waiter)
         return last - first <= MOST_LOOKED_AT
@@ -168,20 +163,20 @@ class Journal:
             self.knows_since_us = _admitted_us(self._admissions[count - 1]) + 1
             del self._admissions[:count]
 
-    def _overtaking(self, waiter: Waiter) -> tuple[int, int]:
+    def _overtaking(self, waiter: RequestRecord) -> tuple[int, int]:
         """The part of the window since it was first overtaken; all of it while that is not known."""
         first, last = self._window(waiter)
-        overtaken_us = _overtaken_us(waiter)
+        overtaken_us = None if waiter.waited is None else waiter.waited.overtaken_at_us
         if overtaken_us is not None:  # of a shared pool's store the moments come with the network's jitter
             first = max(first, bisect_left(self._admissions, overtaken_us - JITTER_US, key=_admitted_us))
         return first, last
 
-    def _window(self, waiter: Waiter) -> tuple[int, int]:
+    def _window(self, waiter: RequestRecord) -> tuple[int, int]:
         """The admissions from its arrival to the end of its wait, or to now: where they begin and end in the list."""
-        wait = waiter.waited if isinstance(waiter, RequestRecord) else waiter
+        wait = waiter.waited
         if wait is not None:
             start_us, end_us = wait.at_us - wait.queue_wait_us, wait.at_us
-        elif isinstance(waiter, RequestRecord) and waiter.queued is not None:
+        elif waiter.queued is not None:
             start_us, end_us = waiter.arrived_us, self.now_us()
         else:
             return 0, 0
@@ -193,7 +188,7 @@ class Journal:
             record = self._admissions[place]
             if _admitted_us(record) < end_us:
                 break
-            if record is waiter or record.admitted is waiter:
+            if record is waiter:
                 return first, place  # requests that the same decision admitted after it were not ahead
         return first, last
 
@@ -202,9 +197,9 @@ class Journal:
 _, _, _FAILED = Outcome
 
 
-def _others(records: Sequence[RequestRecord], waiter: Waiter) -> Sequence[RequestRecord]:
+def _others(records: Sequence[RequestRecord], waiter: RequestRecord) -> Sequence[RequestRecord]:
     """Without the waiter's own admissions that were taken back."""
-    if isinstance(waiter, RequestRecord) and waiter.lost:
+    if waiter.lost:
         return [record for record in records if record.copy_of is not waiter]
     return records
 
@@ -219,17 +214,6 @@ def _broke_off(record: RequestRecord) -> bool:
     if record.settled is not None:
         return record.settled.outcome is _FAILED
     return record.refused is not None and record.refused.status is None
-
-
-def _overtaken_us(waiter: Waiter) -> int | None:
-    wait = waiter.waited if isinstance(waiter, RequestRecord) else waiter
-    return None if wait is None else wait.overtaken_at_us
-
-
-def _may_have_been_overtaken(waiter: Waiter) -> bool:
-    """True if it was overtaken, or still waits: then only the admissions can say."""
-    is_waiting = isinstance(waiter, RequestRecord) and waiter.waited is None
-    return is_waiting or _overtaken_us(waiter) is not None
 
 
 def _trace_id(text: str) -> int | None:

@@ -27,6 +27,9 @@ from sidecar.events import (
     Verdict,
 )
 
+CANCELED, PASSED = "canceled", "passed"
+ABANDONED: Final = frozenset((Outcome.CLIENT_LEFT.value, CANCELED, PASSED))
+"""The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
 LONGEST_MODEL: Final = 128
 """Characters of a model's name that are kept: the client chooses the name, and its length."""
 JITTER_US: Final = 10_000
@@ -185,7 +188,7 @@ def _with_short_model(event: Classified) -> Classified:
     return msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
 
 
-REPLAYED_BECAUSE: Final = {
+REPLAYED_BECAUSE: Final[Mapping[str, str]] = {
     ReplayReason.UNREACHED: "no connection to the engine could be made",
     ReplayReason.FULL: "the engine said that it was full",
     ReplayReason.CRASHED: "the engine crashed before it answered",

@@ -244,8 +244,8 @@ class TenantUsage:
             left = list(self._pending)
             while self._part or left:
                 if not self._part:
-                    taken, left = left[:MOST_AT_ONCE], left[MOST_AT_ONCE:]
-                    self._part = [(UsageKey(*key), UsageFigures(*self._pending.pop(key))) for key in taken]
+                    keys, left = left[:MOST_AT_ONCE], left[MOST_AT_ONCE:]
+                    self._part = [(UsageKey(*key), UsageFigures(*self._pending.pop(key))) for key in keys]
                     self._part_number += 1
                 await self._send(())
             self._newcomers.clear()

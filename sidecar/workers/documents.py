@@ -56,12 +56,25 @@ def merged_pool(pools: Sequence[Document]) -> Document:
     best = max(pools, key=_rank)
     alike = [pool for pool in pools if _tiers(pool) == _tiers(best) and ("store" in pool) == ("store" in best)]
     summed: Document = _sum([_without(pool, "store") for pool in alike])
+    for tier, tiers_alike in zip(summed["tiers"], zip(*(pool["tiers"] for pool in alike), strict=True), strict=True):
+        if "guard" in tier:
+            tier["guard"] = _merged_guard([one["guard"] for one in tiers_alike if "guard" in one])
     if "store" not in best:
         return summed
-    shown, waiting = best if _is_shared(best) else summed, [tier["queued"] for tier in summed["tiers"]]
-    tiers = [{**tier, "queued": queued} for tier, queued in zip(shown["tiers"], waiting, strict=True)]
+    shown = best if _is_shared(best) else summed
+    tiers = [{**tier, **_of_all(of_all)} for tier, of_all in zip(shown["tiers"], summed["tiers"], strict=True)]
     own = _sum([pool["store"]["own"] for pool in alike])
     return {**shown, "tiers": tiers, "store": {**best["store"], "own": own}}
+
+
+def _of_all(tier: Document) -> Document:
+    return {name: tier[name] for name in ("queued", "guard") if name in tier}
+
+
+def _merged_guard(guards: Sequence[Document]) -> Document:
+    """All workers report the same shares; each counts its own requests, and notices what it decides itself."""
+    is_in_vain = any(guard["is_in_vain"] for guard in guards)
+    return {**guards[0], "requests": _sum([guard["requests"] for guard in guards]), "is_in_vain": is_in_vain}
 
 
 def _rank(pool: Document) -> tuple[bool, bool]:

@@ -22,7 +22,6 @@ from prometheus_client.registry import Collector
 from sidecar.cluster.sampler import FIGURES
 from sidecar.figures import Over
 from sidecar.telemetry import semconv
-from sidecar.telemetry.metrics.store import AVAILABLE
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 """Asked of the workers: the older format has no exemplars."""
@@ -32,7 +31,7 @@ def _in_prometheus(name: str) -> str:
     return name.replace(".", "_")
 
 
-_STORE_AVAILABLE, _POOL = _in_prometheus(AVAILABLE.name), _in_prometheus(semconv.POOL)
+_STORE_AVAILABLE, _POOL = _in_prometheus("admission.store.available"), _in_prometheus(semconv.POOL)
 _OVER = {_in_prometheus(it.name): it.over for it in FIGURES}
 
 

@@ -159,6 +159,28 @@ def test_replicas_share_one_pool_and_page_and_leave_nothing_in_the_store_that_st
     assert admission["high"]["ttft_s"]["p95"] < control["high"]["ttft_s"]["p95"]
 
 
+@pytest.mark.long
+@pytest.mark.alone
+def test_twelve_seconds_of_the_other_scene_show_an_slo_that_is_held(tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    ended = ran("demo", "--slo", "--no-page", "--seconds", "12", "--json", str(file))
+    assert ended.returncode == 0, ended.stderr
+    free, held = json.loads(file.read_bytes())["runs"]
+    assert (free["name"], held["name"]) == ("free", "held")
+    assert free["requests"] == held["requests"] > 20
+    # On an idle machine 0% and 100%, and 380 and 220 batch tokens a second.
+    assert free["met"] < 0.3
+    assert held["met"] > free["met"] + 0.5
+    assert held["batch_tokens_per_s"] > 0.25 * free["batch_tokens_per_s"]
+    assert "hold: 97%" in ended.stdout
+
+
+def test_the_other_scene_has_no_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--slo", "--store", "redis://127.0.0.1:6379/0"])
+    assert "argument --slo: its servers share nothing" in capsys.readouterr().err
+
+
 def test_a_store_that_does_not_answer_is_said_in_one_line_before_anything_runs() -> None:
     port = free_port()
     ended = ran("demo", "--replicas", "2", "--store", f"redis://:opensesame@127.0.0.1:{port}/0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import statistics
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,10 @@ def test_the_model_of_an_engine_with_known_coefficients_predicts_another_load(tm
         "will send at most 197 streamed requests, at most 64 at once, with about 39,782 tokens of pro" in ended.stderr
     )
     assert "how well it predicts the 194 requests of the probe" in ended.stdout
-    assert f"written to {file}: sidecar simulate TRACE POLICY --engine-model {file}" in ended.stdout
+    assert f"written to {file}: sidecar simulate TRACE POLICY --engine-model {file}, sidecar init" in ended.stdout
+    assert re.search(
+        r"^slo for an interactive tier\n  slo: \{ttft: \w+, tpot: \w+, hold: 97%\}\n  # ", ended.stdout, re.MULTILINE
+    )
     model = load_model(str(file))
     assert model.step_us == pytest.approx(STEP_MS * 1e3, rel=0.1)
     assert model.step_us_per_sequence == pytest.approx(SEQUENCE_MS * 1e3, rel=0.3)

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -557,6 +558,25 @@ def test_whatever_figures_the_engine_reports_the_policy_passes_check(
         else:
             assert code == 1
             assert os.listdir(folder) == []
+
+
+def test_the_speed_of_the_engine_gives_its_interactive_tier_an_slo_to_hold(tmp_path: Path) -> None:
+    for requests in (*range(1, 26), 160):
+        folder = tmp_path / str(requests)
+        speed = ("--engine-model", "llama-3.1-8b-h100", "--dir", str(folder))
+        assert main(["init", "--requests", str(requests), *speed]) == 0
+        policy = load_files(folder).policy
+        assert (requests, requests == 1 or warnings(policy)) == (requests, requests == 1 or ())
+        held = {tier.name: (tier.slo.ttft_s, tier.slo.tpot_s, tier.hold) for tier in policy.tiers if tier.hold}
+        assert held == ({} if requests == 4 else {"high": (0.047, 0.012, Fraction(97, 100))}), requests
+
+
+def test_without_it_a_comment_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--dir", str(tmp_path)]) == 0
+    said = (tmp_path / "policy.yaml").read_text().split("\n  high:")[1].split("\n  normal:")[0]
+    assert "    # ttft: ?, tpot: ?, hold: 97%    in its slo keep it fast; `sidecar doctor --upstream URL` says" in said
+    assert main(["init", "--dir", str(tmp_path / "p"), "--engine-model", str(tmp_path / "none.yaml")]) == 1
+    assert "none.yaml: cannot be read" in capsys.readouterr().err
 
 
 def test_the_tiers_fit_any_number_of_requests(tmp_path: Path) -> None:

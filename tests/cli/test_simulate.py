@@ -363,3 +363,26 @@ def test_two_policies_that_never_differ_are_said_to_and_why(
     out = capsys.readouterr().out
     assert ("never differ" in out) == (why is not None)
     assert why is None or f"\nnow and other never differ: {why}" in out
+
+
+def test_a_tier_that_is_held_to_its_slo_has_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = (folder / "planned" / "policy.yaml").read_text().replace("tpot: 30ms", "tpot: 30ms, hold: 95%")
+    (folder / "now" / "policy.yaml").write_text(held)
+    page = folder / "report.html"
+    first, _, other, _ = simulate(folder, "--policy", str(folder / "planned"), "--seeds", "2", "--report", str(page))[
+        "runs"
+    ]
+    assert other["guarded"] == {}
+    assert list(first["guarded"]) == ["high"]
+    high = first["guarded"]["high"]
+    assert high["hold"] == 0.95
+    assert 0 < high["share_least"] <= high["share_mean"] <= 1
+    assert high["tokens_below"] == first["tiers"]["batch"]["tokens"]
+    assert 0 <= high["met"] <= 1
+    row = next(line for line in capsys.readouterr().out.splitlines() if "95.0%" in line)
+    assert row.split()[:3] == ["now", "high", "95.0%"]
+    assert row.endswith("of 2")
+    assert "Tiers that are held to their SLO" in page.read_text()
+    (folder / "now" / "policy.yaml").write_text((folder / "planned" / "policy.yaml").read_text())
+    simulate(folder, "--seeds", "1", "--report", str(page))
+    assert "others fill" not in capsys.readouterr().out + page.read_text()

@@ -28,7 +28,7 @@ from tests.telemetry.span_stories import (
 FACTS = RequestFacts(
     "acme", "high", "key", None, "chat", "m", stream=True, tokens=1243, requests=1, max_output_tokens=4096
 )
-SIZE = SizeDetails(1000, 243, 1, "own", 1532, 0.95, 1.0, 5096, "tools, max 4k", bytes_per_token=3.9)
+SIZE = SizeDetails(243, 1, "own", 1532, 0.95, 1.0, 5096, 1000, 3.9, "tools, max 4k")
 OF = "of tenant acme on /v1/chat/completions, model m, bucket `tools, max 4k`"
 
 
@@ -134,7 +134,7 @@ def test_the_story_has_both_from_the_requests_events_and_the_page_shows_them() -
         tell(event)
     (record,) = journal.all_for("request-1")
     found = ExplanationBuilder(journal, lambda: ["high", "batch"], "default", is_shared=False).story(record)
-    said = {step.label: step.said for step in steps(found)}
+    said = {step.label: step.text for step in steps(found)}
     assert said["sized"].startswith(
         "It entered with 800 tokens: prompt 700 (at 3.9 bytes a token), output 2 x 100 (95% of"
     )
@@ -144,5 +144,5 @@ def test_the_story_has_both_from_the_requests_events_and_the_page_shows_them() -
     assert "after it grew twice" in page
     decoded = msgspec.json.decode(msgspec.json.encode(found), type=Explanation)
     assert decoded.size == SizeDetails(
-        700, 100, 2, "own", 1532, 0.95, 0.83, 1000, "plain", bytes_per_token=3.9, held_tokens=900, growths=2
+        100, 2, "own", 1532, 0.95, 0.83, 1000, 700, 3.9, "plain", held_tokens=900, growths=2
     )

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Protocol
+from typing import Any, Protocol
 
 from sidecar.engines import NoPriorityEngine
-from sidecar.policy.choices import TierSource
+from sidecar.policy.choices import Order, TierSource
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, pool_rules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.policy.tier import Queue, Tier
+from sidecar.policy.tier import Aging, Queue, Tier
 from sidecar.pools import Ask, Pool
 
 
@@ -80,14 +80,15 @@ class ByGain:
 
 def change_rules(pool: Pool, rules: PoolRules) -> None:
     """The pool has other rules of the same tiers."""
+    policy = pool._sizes.policy
     pool.change_policy(
-        replace(pool._sizes.policy, rules=rules, tiers=shared(rules, pool._sizes.policy.tiers), fair=Fraction(1))
+        replace(policy, rules=rules, tiers=shared(rules, policy.tiers), fair=Fraction(1), **_keys_for(rules))
     )
 
 
 def by_gain(policy: Policy) -> Policy:
     """The same, in another order."""
-    return replace(policy, rules=replace(policy.rules, is_by_gain=True))
+    return replace(policy, order=Order.GAIN, rules=replace(policy.rules, is_by_gain=True))
 
 
 def allow_any_size(sizes: SizeLimits) -> None:
@@ -102,6 +103,7 @@ def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_t
         for tier in rules.tiers
     ]
     return Policy(
+        **_keys_for(rules),
         rules=rules,
         tiers=shared(rules, tiers),
         fair=Fraction(1),  # floors are all of the reserves
@@ -120,6 +122,13 @@ def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_t
         tokenizer=None,
         generation="test",
     )
+
+
+def _keys_for(rules: PoolRules) -> dict[str, Any]:
+    """The keys of a pool's file that rules were made of."""
+    aging = None if rules.promote_after_us is None else Aging(rules.promote_after_us, rules.ceiling)
+    order = Order.GAIN if rules.is_by_gain else Order.LEVEL
+    return {"aging": aging, "max_preemptions": rules.max_preemptions, "order": order}
 
 
 def shared(rules: PoolRules, tiers: Sequence[Tier]) -> tuple[Tier, ...]:

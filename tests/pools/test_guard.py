@@ -125,6 +125,8 @@ async def test_misses_move_nothing_while_less_important_work_holds_nothing(harne
         await after(harness, pool, clock, 3)
     assert share(pool) == before
     assert pool.guards()[0].is_in_vain
+    await after(harness, pool, clock, 62)  # nothing more was seen
+    assert not pool.guards()[0].is_in_vain
 
 
 @in_both_orders

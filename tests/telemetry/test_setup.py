@@ -182,10 +182,8 @@ def test_a_collector_receives_the_metrics(run, collector, variable, path):
 
     resource, by_name = measured(exports)
     assert resource["service.name"] == "admission-sidecar"
-    assert by_name == {
-        "admission.store.available": [({"admission.pool": "default"}, 1)],
-        "admission.store.changes": [({"admission.pool": "default", "admission.store.state": "shared"}, 1)],
-    }
+    labels = {"admission.pool": "default", "admission.store.state": "shared"}
+    assert by_name == {"admission.store.changes": [(labels, 1)]}
 
 
 def test_metrics_are_sent_as_often_as_the_environment_says(run, collector, tmp_path):
@@ -238,7 +236,7 @@ shutdown()
     done = run(INSTALL, ONE_CHANGE, broken, OTEL_TRACES_EXPORTER="console", OTEL_METRICS_EXPORTER="console")
 
     assert "no end today" in done.stderr
-    assert '"name": "admission.store.available"' in done.stdout
+    assert '"name": "admission.store.changes"' in done.stdout
 
 
 @pytest.mark.parametrize("variables", [{}, {"OTEL_SDK_DISABLED": "true", "OTEL_METRICS_EXPORTER": "console"}])
@@ -446,4 +444,4 @@ def test_a_collector_receives_the_metrics_over_grpc(run, protocols):
 
     (request,) = receiver.metrics
     names = {metric.name for of_scope in request.resource_metrics[0].scope_metrics for metric in of_scope.metrics}
-    assert names == {"admission.store.available", "admission.store.changes"}
+    assert names == {"admission.store.changes"}

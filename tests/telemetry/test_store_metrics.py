@@ -1,8 +1,5 @@
 import asyncio
-import gc
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from opentelemetry import metrics
@@ -23,9 +20,6 @@ class Measuring(measuring_sdk.Measuring):
     def store(self, pool="default"):
         return StoreMetrics(pool, self.provider)
 
-    def available(self):
-        return {pool: value for (pool,), value in self.values("admission.store.available").items()}
-
     def changes(self):
         return self.values("admission.store.changes")
 
@@ -35,74 +29,14 @@ def measuring():
     return Measuring()
 
 
-def test_before_the_first_contact_a_store_is_not_available_and_has_not_changed(measuring):
-    store = measuring.store()
-
-    assert measuring.available() == {store.pool: 0}
+def test_the_changes_of_two_pools_in_one_process_are_distinguished_and_nothing_is_warned_of(measuring, caplog):
+    chat, batch = measuring.store("chat"), measuring.store("batch")
     assert measuring.changes() == {}
 
+    for store, state in ((chat, "SHARED"), (batch, "DIVIDED"), (chat, "CLOSED"), (chat, "SHARED")):
+        store(changed(StoreState[state]))
 
-@pytest.mark.parametrize("lost", [StoreState.DIVIDED, StoreState.CLOSED])
-def test_a_store_is_available_while_it_decides(measuring, lost):
-    store = measuring.store()
-    reported = []
-    for state in (StoreState.SHARED, lost, StoreState.SHARED):
-        store(changed(state))
-        reported.append(measuring.available()["default"])
-
-    assert reported == [1, 0, 1]
-
-
-def test_two_pools_in_one_process_are_distinguished_and_nothing_is_warned_of(measuring, caplog):
-    chat, batch = measuring.store("chat"), measuring.store("batch")
-    chat(changed(StoreState.SHARED))
-    batch(changed(StoreState.DIVIDED))
-
-    assert measuring.available() == {"chat": 1, "batch": 0}
-    assert measuring.changes() == {("chat", "shared"): 1, ("batch", "divided"): 1}
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize("first_lost", [True, False])
-def test_of_two_middlewares_on_one_pool_the_one_that_is_worse_off_is_reported(measuring, first_lost):
-    stores = [measuring.store(), measuring.store()]
-    for store in stores:
-        store(changed(StoreState.SHARED))
-    assert measuring.available() == {"default": 1}
-
-    stores[0 if first_lost else 1](changed(StoreState.CLOSED))
-
-    assert measuring.available() == {"default": 0}
-    assert measuring.changes() == {("default", "shared"): 2, ("default", "closed"): 1}
-
-
-def test_a_pool_that_is_gone_is_not_reported_any_more(measuring):
-    kept, gone = measuring.store("kept"), measuring.store("gone")
-    assert measuring.available() == {"kept": 0, "gone": 0}
-
-    del gone
-    gc.collect()
-
-    assert measuring.available() == {kept.pool: 0}
-    assert len(measuring.store("new")._instruments._watched) == 2
-
-
-def test_pools_may_be_made_while_the_gauge_is_read(measuring, caplog):
-    stores, over = [], threading.Event()
-
-    def make():
-        while not over.is_set():
-            stores.append(measuring.store(f"pool {len(stores) % 50}"))
-
-    with ThreadPoolExecutor(1) as others:
-        made = others.submit(make)
-        try:
-            for _ in range(40):
-                measuring.available()
-        finally:
-            over.set()
-        made.result()
-    assert 0 < len(measuring.available()) <= 50
+    assert measuring.changes() == {("chat", "shared"): 2, ("chat", "closed"): 1, ("batch", "divided"): 1}
     assert caplog.records == []
 
 

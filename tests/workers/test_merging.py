@@ -18,6 +18,7 @@ from sidecar.workers.crew import environment_for
 from sidecar.workers.documents import merged_engines, merged_pool, merged_state
 from sidecar.workers.metrics import WorkersMetrics
 from sidecar.workers.restarts import PAUSES_S, STEADY_S, Restarts, how_it_ended
+from tests.support.each import each
 
 SHARED = """\
 # TYPE admission_store_available gauge
@@ -140,6 +141,17 @@ def test_a_pool_is_shown_as_the_store_has_it_and_without_the_store_as_the_sum_of
     assert (lost["leases"], lost["capacity"]["tokens"]) == (3, 100)
     queued = {"tokens": 21, "requests": 3}
     assert lost["tiers"] == [{"tier": "a", "held": {"tokens": 30}, "queued": queued, "limit": {"tokens": None}}]
+
+
+@each("state", ["shared", "divided"])
+def test_the_shares_of_a_guarded_tier_are_shown_once_and_its_requests_are_added_up(state: str) -> None:
+    pools = [pool(state, 1, 1, 50) for _ in range(2)]
+    for number, one in enumerate(pools):
+        requests = {"met": 10 + number, "missed": number}
+        one["tiers"][0]["guard"] = {"share": 0.35, "held": 0.2, "requests": requests, "is_in_vain": number == 1}
+    (tier,) = merged_pool(pools)["tiers"]
+    requests = {"met": 21, "missed": 1}
+    assert tier["guard"] == {"share": 0.35, "held": 0.2, "requests": requests, "is_in_vain": True}
 
 
 def state(leases: int, *, draining: bool = False) -> dict[str, Any]:

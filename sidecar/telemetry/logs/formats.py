@@ -66,8 +66,8 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
         message = record.getMessage()
-        said = set(re.split(r"[\s:,]+", message))
-        more = [f"{name}={_short(value)}" for name, value in _fields(record) if str(value) not in said]
+        words = set(re.split(r"[\s:,]+", message))
+        more = [f"{name}={_short(value)}" for name, value in _fields(record) if str(value) not in words]
         line = "  ".join([f"{at} {record.levelname:<7} {_event(record) or record.name}: {message}", *more])
         if record.exc_info:
             traceback = self.formatException(record.exc_info).splitlines()

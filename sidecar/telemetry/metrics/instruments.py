@@ -241,12 +241,12 @@ class Instruments:
     def _sampled(self) -> Mapping[str, PoolSample]:
         now_s = time.monotonic()
         if now_s - self._sampled_at_s > FRESH_S:
-            taken = {gauged.pool: self._taken(gauged) for gauged in (watched() for watched in self._gauged) if gauged}
-            self._samples = {pool: sample for pool, sample in taken.items() if sample is not None}
+            found = {gauged.pool: self._sample(gauged) for gauged in (watched() for watched in self._gauged) if gauged}
+            self._samples = {pool: sample for pool, sample in found.items() if sample is not None}
             self._sampled_at_s = time.monotonic()
         return self._samples
 
-    def _taken(self, gauged: PoolMetrics) -> PoolSample | None:
+    def _sample(self, gauged: PoolMetrics) -> PoolSample | None:
         try:
             return gauged.sample()
         except Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from opentelemetry import trace
@@ -12,6 +12,11 @@ from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, T
 Attributes = dict[str, str | int | float | bool]
 Moment = tuple[str, int]
 """A span event: its name, and its time in Unix nanoseconds."""
+
+
+def known(attributes: Mapping[str, str | int | float | bool | None]) -> Attributes:
+    """The attributes without those that are None: they are not known, or say nothing."""
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 @dataclass(slots=True)

@@ -26,6 +26,8 @@ from sidecar.events import (
 )
 from sidecar.telemetry import semconv
 from sidecar.telemetry.request_record import (
+    ABANDONED,
+    CANCELED,
     REPLAYED_BECAUSE,
     PreemptedAttempt,
     RequestRecord,
@@ -35,15 +37,13 @@ from sidecar.telemetry.request_record import (
 from sidecar.telemetry.spans.app_trace import AppSpan
 from sidecar.telemetry.spans.links import FindLinks, WaitLinks
 from sidecar.telemetry.spans.long_waits import LongWaits, SoFar
-from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
+from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan, known
 
 CLIENTS_ERRORS = 400
 SERVERS_ERRORS = 500
 """From which status on an answer is an error of a CLIENT span, and of a SERVER span: the HTTP conventions' rule."""
 
-CANCELED, PASSED, UNREACHABLE = "canceled", "passed", "engine_unreachable"
-ABANDONED = frozenset({Outcome.CLIENT_LEFT.value, CANCELED, PASSED})
-"""The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
+UNREACHABLE = "engine_unreachable"
 _NO_LINKS = WaitLinks((), (), {})
 
 
@@ -136,7 +136,7 @@ class RequestSpans:
         if queued is None or classified is None:
             return
         try:
-            at_us, said = so_far(record)
+            at_us, details = so_far(record)
             number, before_us = len(record.lost), self._before_us()
             reported = self._queued.get(number)
             if reported is None:
@@ -152,7 +152,7 @@ class RequestSpans:
                 semconv.ADMISSION_OBSTACLE: queued.obstacle.value,
             }
             at_ns = self._wall_ns(at_us)
-            reported.span.child(semconv.WAITING, SpanKind.INTERNAL, at_ns, {**whose, **said}).end(at_ns, {})
+            reported.span.child(semconv.WAITING, SpanKind.INTERNAL, at_ns, {**whose, **details}).end(at_ns, {})
         except Exception:
             self._settings.report()
 
@@ -196,12 +196,12 @@ class RequestSpans:
         moments: list[Moment] = []
         writes_usage, app_trace = self._settings.writes_usage, self.app_trace
         if writes_usage or (writes_usage is None and (app_trace is None or not app_trace.has_usage)):
-            if event.input_tokens is not None:
-                written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
-            if event.cached_tokens is not None:
-                written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
-            if event.output_tokens is not None:
-                written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
+            used = {
+                semconv.GEN_AI_USAGE_INPUT_TOKENS: event.input_tokens,
+                semconv.GEN_AI_USAGE_CACHED_TOKENS: event.cached_tokens,
+                semconv.GEN_AI_USAGE_OUTPUT_TOKENS: event.output_tokens,
+            }
+            written |= known(used)
         if first_byte is not None:
             moments.append((semconv.FIRST_BYTE, self._wall_ns(first_byte.at_us)))
             if classified is not None and classified.stream:
@@ -356,46 +356,45 @@ def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | 
 
 def _classification_attributes(event: Classified) -> Attributes:
     """The tenant and the tier."""
-    attributes: Attributes = {
-        semconv.ADMISSION_TIER: event.tier,
-        semconv.ADMISSION_TENANT: event.tenant,
-        semconv.ADMISSION_SOURCE: event.source,
-        semconv.ADMISSION_TOKENS_RESERVED: event.tokens,
-    }
-    if event.clamped_from is not None:
-        attributes[semconv.ADMISSION_CLAMPED_FROM] = event.clamped_from
-    if event.downgraded_from is not None:
-        attributes[semconv.ADMISSION_DOWNGRADED_FROM] = event.downgraded_from
-    if event.expected is not None:
-        _write_expectation(attributes, event.expected)
-    return attributes
+    return known(
+        {
+            semconv.ADMISSION_TIER: event.tier,
+            semconv.ADMISSION_TENANT: event.tenant,
+            semconv.ADMISSION_SOURCE: event.source,
+            semconv.ADMISSION_TOKENS_RESERVED: event.tokens,
+            semconv.ADMISSION_CLAMPED_FROM: event.clamped_from,
+            semconv.ADMISSION_DOWNGRADED_FROM: event.downgraded_from,
+            **({} if event.expected is None else _expectation_attributes(event.expected)),
+        }
+    )
 
 
-def _write_expectation(attributes: Attributes, expected: Expectation) -> None:
+def _expectation_attributes(expected: Expectation) -> Attributes:
     """Expected use, as far as that is not what it holds without learning."""
-    attributes[semconv.ADMISSION_OUTPUT_SOURCE] = expected.source
+    attributes: Attributes = {semconv.ADMISSION_OUTPUT_SOURCE: expected.source}
     if expected.quantile:
         attributes[semconv.ADMISSION_OUTPUT_EXPECTED] = expected.output_tokens
         attributes[semconv.ADMISSION_OUTPUT_QUANTILE] = expected.quantile
         attributes[semconv.ADMISSION_TOKENS_MOST] = expected.most_tokens
     if expected.overlap < 1:
         attributes[semconv.ADMISSION_OVERLAP] = expected.overlap
+    return attributes
 
 
 def _admission_attributes(event: Admitted) -> Attributes:
     """That it was admitted, at which level, and which tiers it overtook by which rule."""
-    attributes: Attributes = {semconv.ADMISSION_DECISION: "admitted", semconv.ADMISSION_LEVEL: event.level}
-    if event.engine_priority is not None:
-        attributes[semconv.ADMISSION_ENGINE_PRIORITY] = event.engine_priority
-    for tier, rule in event.passed.items():
-        attributes[semconv.ADMISSION_PASSED_PREFIX + tier] = rule
-    if event.engine is not None:
-        attributes[semconv.ADMISSION_ENGINE] = engine_name(event.engine)
-    if event.placed is not None:
-        attributes[semconv.ADMISSION_ENGINE_HIT] = dict(event.placed.hits).get(event.engine or "", 0)
-        if event.placed.claimed_us:
-            attributes[semconv.ADMISSION_ENGINE_CLAIMED_S] = event.placed.claimed_us / 1e6
-    return attributes
+    engine, placed = event.engine, event.placed
+    return known(
+        {
+            semconv.ADMISSION_DECISION: "admitted",
+            semconv.ADMISSION_LEVEL: event.level,
+            semconv.ADMISSION_ENGINE_PRIORITY: event.engine_priority,
+            **{semconv.ADMISSION_PASSED_PREFIX + tier: rule for tier, rule in event.passed.items()},
+            semconv.ADMISSION_ENGINE: None if engine is None else engine_name(engine),
+            semconv.ADMISSION_ENGINE_HIT: None if placed is None else dict(placed.hits).get(engine or "", 0),
+            semconv.ADMISSION_ENGINE_CLAIMED_S: placed.claimed_us / 1e6 if placed and placed.claimed_us else None,
+        }
+    )
 
 
 def _refusal_attributes(event: Refused, classified: Classified | None) -> Attributes:
@@ -403,24 +402,18 @@ def _refusal_attributes(event: Refused, classified: Classified | None) -> Attrib
 
     That is the HTTP conventions' rule, for `error.type` as for the span's status.
     """
-    is_abandoned = event.code in ABANDONED
-    attributes: Attributes = {
-        semconv.ADMISSION_DECISION: event.code if is_abandoned else "refused",
-        semconv.ADMISSION_REASON: event.code,
-    }
-    if event.status is not None:
-        attributes[semconv.HTTP_RESPONSE_STATUS_CODE] = event.status
-    if classified is None and event.tenant is not None:
-        attributes[semconv.ADMISSION_TENANT] = event.tenant
-    if classified is None and event.tier is not None:
-        attributes[semconv.ADMISSION_TIER] = event.tier
-    if classified is not None and classified.model is not None:
-        attributes[semconv.GEN_AI_REQUEST_MODEL] = classified.model  # else `engine` has it
-    if event.gain is not None:
-        attributes.update(_gain_attributes(event.gain))
-    if _is_servers_failure(event):
-        attributes[semconv.ERROR_TYPE] = event.code
-    return attributes
+    return known(
+        {
+            semconv.ADMISSION_DECISION: event.code if event.code in ABANDONED else "refused",
+            semconv.ADMISSION_REASON: event.code,
+            semconv.HTTP_RESPONSE_STATUS_CODE: event.status,
+            semconv.ADMISSION_TENANT: event.tenant if classified is None else classified.tenant,
+            semconv.ADMISSION_TIER: event.tier if classified is None else classified.tier,
+            semconv.GEN_AI_REQUEST_MODEL: None if classified is None else classified.model,  # else `engine` has it
+            semconv.ERROR_TYPE: event.code if _is_servers_failure(event) else None,
+            **_gain_attributes(event.gain),
+        }
+    )
 
 
 def _is_servers_failure(event: Refused) -> bool:
@@ -430,25 +423,23 @@ def _is_servers_failure(event: Refused) -> bool:
 
 def _observed_attributes(event: Observed) -> Attributes:
     """The end that enforcing would have given it."""
-    attributes: Attributes = {
-        semconv.OBSERVED_DECISION: event.verdict.value,
-        semconv.OBSERVED_QUEUE_WAIT_S: event.queue_wait_us / 1e6,
-        semconv.OBSERVED_STARVATION_S: event.starvation_us / 1e6,
-    }
-    if event.code is not None:
-        attributes[semconv.OBSERVED_REASON] = event.code
-    return attributes
+    return known(
+        {
+            semconv.OBSERVED_DECISION: event.verdict.value,
+            semconv.OBSERVED_QUEUE_WAIT_S: event.queue_wait_us / 1e6,
+            semconv.OBSERVED_STARVATION_S: event.starvation_us / 1e6,
+            semconv.OBSERVED_REASON: event.code,
+        }
+    )
 
 
 def _waiting_attributes(event: Admitted | Refused) -> Attributes:
     """How long it waited and starved; zeros where it did not."""
-    attributes: Attributes = {
+    return {
         semconv.ADMISSION_QUEUE_WAIT_S: event.queue_wait_us / 1e6,
         semconv.ADMISSION_STARVATION_S: event.starvation_us / 1e6,
+        **_served_ahead_attributes(event),
     }
-    if event.served_ahead:
-        attributes.update(_served_ahead_attributes(event))
-    return attributes
 
 
 def _served_ahead_attributes(event: Admitted | Refused) -> Attributes:
@@ -458,21 +449,21 @@ def _served_ahead_attributes(event: Admitted | Refused) -> Attributes:
 
 def _settlement_attributes(event: Settled) -> Attributes:
     """How the admitted request ended."""
-    attributes: Attributes = {
-        semconv.ADMISSION_OUTCOME: event.outcome._value_,
-        semconv.ADMISSION_TOKENS_USED: event.tokens_used,
-    }
-    if event.status is not None:
-        attributes[semconv.HTTP_RESPONSE_STATUS_CODE] = event.status
-    if event.growths:
-        attributes[semconv.ADMISSION_GROWTHS] = event.growths
-    if event.gain is not None:
-        attributes.update(_gain_attributes(event.gain))
-    return attributes
+    return known(
+        {
+            semconv.ADMISSION_OUTCOME: event.outcome._value_,
+            semconv.ADMISSION_TOKENS_USED: event.tokens_used,
+            semconv.HTTP_RESPONSE_STATUS_CODE: event.status,
+            semconv.ADMISSION_GROWTHS: event.growths or None,
+            **_gain_attributes(event.gain),
+        }
+    )
 
 
-def _gain_attributes(gain: ServiceGain) -> Attributes:
-    """Gain in weighted tokens, and whether its tier's objective was met."""
+def _gain_attributes(gain: ServiceGain | None) -> Attributes:
+    """Gain in weighted tokens, and whether its tier's objective was met; nothing where it was not measured."""
+    if gain is None:
+        return {}
     return {
         semconv.GAIN_EARNED: gain.earned,
         semconv.GAIN_ATTAINABLE: gain.attainable,
@@ -482,16 +473,13 @@ def _gain_attributes(gain: ServiceGain) -> Attributes:
 
 def _engine_request_attributes(classified: Classified, settings: SpanSettings) -> Attributes:
     """The attributes that the GenAI conventions want when a call to a model starts."""
-    attributes: Attributes = {
-        semconv.GEN_AI_OPERATION_NAME: semconv.OPERATIONS.get(classified.api, classified.api),
-        semconv.GEN_AI_REQUEST_STREAM: classified.stream,
-    }
-    if settings.provider_name is not None:
-        attributes[semconv.GEN_AI_PROVIDER_NAME] = settings.provider_name
-    if settings.served_by is not None:
-        attributes[semconv.ADMISSION_SERVED_BY] = settings.served_by
-    if classified.model is not None:
-        attributes[semconv.GEN_AI_REQUEST_MODEL] = classified.model
-    if classified.max_output_tokens is not None:
-        attributes[semconv.GEN_AI_REQUEST_MAX_TOKENS] = classified.max_output_tokens
-    return attributes
+    return known(
+        {
+            semconv.GEN_AI_OPERATION_NAME: semconv.OPERATIONS.get(classified.api, classified.api),
+            semconv.GEN_AI_REQUEST_STREAM: classified.stream,
+            semconv.GEN_AI_PROVIDER_NAME: settings.provider_name,
+            semconv.ADMISSION_SERVED_BY: settings.served_by,
+            semconv.GEN_AI_REQUEST_MODEL: classified.model,
+            semconv.GEN_AI_REQUEST_MAX_TOKENS: classified.max_output_tokens,
+        }
+    )

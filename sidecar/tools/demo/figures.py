@@ -97,9 +97,9 @@ def measure(
                 requests=sent[tier],
                 answered=len(mine),
                 share=sum(request.tokens for request in in_time if request.tier == tier) / all_tokens,
-                ttft_s=_distribution([request.ttft_s for request, _ in mine]),
-                queue_wait_s=_distribution([request.admitted_s - request.arrived_s for request, _ in mine]),
-                starvation_s=_distribution([starved for _, starved in mine]),
+                ttft_s=distribution([request.ttft_s for request, _ in mine]),
+                queue_wait_s=distribution([request.admitted_s - request.arrived_s for request, _ in mine]),
+                starvation_s=distribution([starved for _, starved in mine]),
             )
     utilization = busy_s / (slots * max(ended_s - began_s, 1e-9))
     return RunMeasurement(name, utilization, len(seen) - len(requests), found)
@@ -119,5 +119,6 @@ def _join(arrivals: Sequence[Arrival], seen: Sequence[Seen], log: Sequence[Serve
     return joined
 
 
-def _distribution(values: Sequence[float]) -> Distribution:
+def distribution(values: Sequence[float]) -> Distribution:
+    """The quantiles of some values."""
     return {name: quantile(values, part) for name, part in QUANTILES.items()}

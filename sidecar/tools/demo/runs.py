@@ -153,7 +153,9 @@ class CannotStart(Exception):
     """A server did not start. The message is one line, without secrets."""
 
 
-class _Ports(NamedTuple):
+class Ports(NamedTuple):
+    """Ports of a server: that of the API, and that of the admin pages."""
+
     api: int
     admin: int
 
@@ -166,25 +168,25 @@ def servers(runs: Sequence[DemoRun], policy_path: Path, *, has_page: bool) -> It
     """
     admitting = "page" if has_page else "admission"
     kinds = [admitting if run.has_admission and run.sharing is None else "alone" for run in runs]
-    with _processes([(kind, str(policy_path)) for kind in kinds]) as ports, contextlib.ExitStack() as replicas:
+    with processes([(kind, str(policy_path)) for kind in kinds]) as ports, contextlib.ExitStack() as replicas:
         places: dict[str, RunServers] = {}
         for run, engine in zip(runs, ports, strict=True):
-            sidecars: Sequence[_Ports] = (engine,)
+            sidecars: Sequence[Ports] = (engine,)
             if run.sharing is not None:
                 replica = (admitting, str(policy_path), run.sharing.pool, f"http://127.0.0.1:{engine.api}")
-                sidecars = replicas.enter_context(_processes([replica] * run.sharing.replicas, run.sharing.store))
+                sidecars = replicas.enter_context(processes([replica] * run.sharing.replicas, run.sharing.store))
             page = sidecars[0].admin if run.has_admission and has_page else None
             places[run.name] = RunServers([one.api for one in sidecars], engine.admin, page)
         yield places
 
 
 @contextlib.contextmanager
-def _processes(arguments: Sequence[Sequence[str]], store: str | None = None) -> Iterator[Sequence[_Ports]]:
+def processes(arguments: Sequence[Sequence[str]], store: str | None = None) -> Iterator[Sequence[Ports]]:
     """Starts `demo.server` once for each of these, all at once, gives the ports that they print, and ends them."""
     processes: list[subprocess.Popen[str]] = []
     try:
         processes += (_start(each, store) for each in arguments)
-        yield [_Ports(_read_port(process), _read_port(process)) for process in processes]
+        yield [Ports(_read_port(process), _read_port(process)) for process in processes]
     finally:
         _end(processes)
 

@@ -1,9 +1,9 @@
 """Server process of a demo run: an emulated TensorRT-LLM, alone or with the middleware mounted, or a sidecar before it.
 
-`python -m sidecar.tools.demo.server page|admission|alone POLICY [POOL ENGINE]` listens on two free ports of loopback
-and prints them: that of the API, and that of the admin pages. There, `GET /demo/log` gives the engine's record of every
-request, which the demo joins with its clients' results. `page` is `admission` with the live page. The process ends when
-its standard input does.
+`python -m sidecar.tools.demo.server page|admission|alone|slo|slo-page POLICY [POOL ENGINE]` listens on two free ports
+of loopback and prints them: that of the API, and that of the admin pages. There, `GET /demo/log` gives the engine's
+record of every request, which the demo joins with its clients' results. `page` is `admission` with the live page; `slo`
+and `slo-page` are the same before the engine of the second scene. The process ends when its standard input does.
 
 With POOL and ENGINE it is one of several replicas before the same engine, and runs what `sidecar serve` runs. It takes
 the store from `SIDECAR_STORE`, and prints one line that says why where that cannot hold the pool. No argument holds the
@@ -49,6 +49,8 @@ STORE_WITHIN_S = 2.0
 STEP_S = 0.030
 STEP_S_PER_SEQUENCE = 0.0001
 PREFILL_TOKENS_PER_STEP = 4096
+SLO_STEP_S, SLO_STEP_S_PER_SEQUENCE = 0.020, 0.0015
+"""Of the second scene: 20 ms a token alone, 60 ms among 26, 210 ms where it is full."""
 TOKENS_PER_CHUNK = 4
 """As TensorRT-LLM's `stream_interval`; the first token still travels alone. With a chunk for every token the servers
 need most of a core, and on a busy machine the demo measures that machine."""
@@ -66,19 +68,25 @@ def slots(policy: Policy) -> int:
 
 def emulated_engine(policy: Policy) -> Emulator:
     """An engine that holds the tokens of the policy's pool, and the requests except those that wait in it."""
-    return Emulator(
-        EmulatorConfig(
-            engine=TensorRtLlm,
-            tokens_per_chunk=TOKENS_PER_CHUNK,
-            steps=StepModel(
-                max_sequences=slots(policy),
-                chunk_tokens=PREFILL_TOKENS_PER_STEP,
-                kv_tokens=policy.rules.tokens,
-                step_us=STEP_S * 1e6,
-                step_us_per_sequence=STEP_S_PER_SEQUENCE * 1e6,
-            ),
-        )
+    return _emulator(policy, slots(policy), STEP_S, STEP_S_PER_SEQUENCE, TOKENS_PER_CHUNK)
+
+
+def slo_engine(policy: Policy) -> Emulator:
+    """The engine of the second scene."""
+    return _emulator(policy, policy.rules.requests, SLO_STEP_S, SLO_STEP_S_PER_SEQUENCE, tokens_per_chunk=1)
+
+
+def _emulator(
+    policy: Policy, sequences: int, step_s: float, step_s_per_sequence: float, tokens_per_chunk: int
+) -> Emulator:
+    steps = StepModel(
+        max_sequences=sequences,
+        chunk_tokens=PREFILL_TOKENS_PER_STEP,
+        kv_tokens=policy.rules.tokens,
+        step_us=step_s * 1e6,
+        step_us_per_sequence=step_s_per_sequence * 1e6,
     )
+    return Emulator(EmulatorConfig(engine=TensorRtLlm, tokens_per_chunk=tokens_per_chunk, steps=steps))
 
 
 def with_log(emulator: Emulator, app: ASGIApp) -> ASGIApp:
@@ -160,14 +168,14 @@ def main(kind: str, policy_path: str, pool: str = "demo", engine: str | None = N
     from sidecar.policy.compiler import load
 
     end_with_parent()
-    has_page, policy = kind == "page", load(policy_path)
+    has_page, policy = kind.endswith("page"), load(policy_path)
     if engine is not None:
         shared = replace(policy, pool=pool, usage_days=0)  # the store keeps nothing of the demo
         middleware = AdmissionMiddleware(ReverseProxy(engine), shared, is_shown=has_page)
         server.run(_serve_replica(middleware, admin_pages(middleware, has_page=has_page)))
         return
     policy = replace(policy, store=None, pool=pool)  # a pool in a store is none for a demo to play with
-    emulator = emulated_engine(policy)
+    emulator = slo_engine(policy) if kind.startswith("slo") else emulated_engine(policy)
     if kind == "alone":
         server.run(serve(emulator.app, with_log(emulator, Starlette()), None))
         return

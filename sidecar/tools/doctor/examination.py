@@ -17,6 +17,7 @@ from sidecar.server.unix_address import connector_to
 from sidecar.tools.doctor import probe as sizing
 from sidecar.tools.doctor.burst import Burst
 from sidecar.tools.doctor.conditions import Condition, ConditionState, conditions, is_before, read_only
+from sidecar.tools.doctor.idle_speed import PROMPT_TOKENS, measured, recommended_slo
 from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField, sidecar_tier, ways_to
 from sidecar.tools.doctor.probe import Probe, Probed, Say
 from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recommend
@@ -78,6 +79,12 @@ class Examination:
         return reported
 
     @property
+    def slo(self) -> Recommendation | None:
+        """The `slo` that an interactive tier can be held to; None where the idle engine was not seen."""
+        speed = None if self.probed is None else measured(self.probed.idle)
+        return None if speed is None else recommended_slo(speed)
+
+    @property
     def bursts(self) -> Sequence[Burst]:
         """All that were sent."""
         return self.probed.bursts if self.probed is not None else ()
@@ -112,7 +119,8 @@ def _announcement(options: Options, found: Survey) -> str:
     size = sizing.first_size(known, options.most)
     return (
         f"{found.name} at {options.url}: will send bursts of short requests, the first of {size}, none of more than "
-        f"{options.most}, for answers of at most {sizing.MOST_TOKENS * sizing.LONGEST_ANSWER} tokens, all within "
+        f"{options.most}, for answers of at most {sizing.MOST_TOKENS * sizing.LONGEST_ANSWER} tokens, and "
+        f"{sizing.IDLE_PROMPTS} prompts of {PROMPT_TOKENS:,} tokens, each alone, all within "
         f"{options.allowed_s:g} s (--read-only sends none){found.beside}"
     )
 

@@ -1,6 +1,7 @@
 """The probe: first whether a field gets through, then bursts, each no larger than necessary.
 
-    one request alone -> the field, each way -> bursts at mixed priorities until enough requests wait
+    one request alone -> longer prompts, each alone, where no others are there -> the field, each way
+        -> bursts at mixed priorities until enough requests wait
         -> where the order shows nothing, or the wrong direction: the same burst, another way
         -> a control at equal priorities
 
@@ -9,21 +10,26 @@ Every step is bounded in time. A step does not begin when no time is left.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from sidecar.engines.pages import Pages
 from sidecar.tools.doctor.burst import LONGER, TIER_HEADER, Burst, BurstPlan, queueing, queueing_at_sidecar, send
+from sidecar.tools.doctor.idle_speed import ANSWER_TOKENS, PROMPT_BYTES
 from sidecar.tools.doctor.judgment import Effect
 from sidecar.tools.doctor.priority_fields import PriorityField
 from sidecar.tools.doctor.recommendation import Queueing
 from sidecar.tools.doctor.survey import CannotLook, Survey
-from sidecar.tools.doctor.target import COMPLETIONS, Clock, ExaminedServer
+from sidecar.tools.doctor.target import COMPLETIONS, COUNT, Clock, ExaminedServer
 from sidecar.tools.loadgen import Seen
 
 LEAST_S = 2.0
 """No burst begins with less time left."""
 ALONE_TOKENS = 8
+IDLE_PROMPTS, IDLE_PART = 3, 0.2
+"""Prompts that show the speed of an idle engine, and the part of the time for them."""
+TEMPLATE_TOKENS = 64
 Say = Callable[[str], None]
 
 
@@ -33,7 +39,7 @@ class Probed:
     counts.
 
     `compared` is the same burst by another way, `control` one at equal priorities; None where there was no reason for
-    one, or no time.
+    one, or no time. `idle` are answers to longer prompts that each were alone, none where other clients are there.
     """
 
     target: ExaminedServer
@@ -42,6 +48,7 @@ class Probed:
     mixed: list[Burst] = field(default_factory=list)
     compared: Burst | None = None
     control: Burst | None = None
+    idle: Sequence[Seen] = ()
 
     @property
     def is_sidecar(self) -> bool:
@@ -84,6 +91,8 @@ class Probe:
         Raises CannotLook where no request is answered.
         """
         probed = await self.first_answer(target)
+        if not probed.is_sidecar and not self._survey.others:
+            probed.idle = await self._idle(probed)
         for way in (sidecar_tier,) if probed.is_sidecar else ways:
             probed.checks.append(await check(way, probed.target, self._clock))
         accepted = [one for one in probed.checks if one.refusal is None]
@@ -98,7 +107,7 @@ class Probe:
 
         Raises CannotLook where it answers none.
         """
-        said: list[str] = []
+        refusals: list[str] = []
         # Its usage also shows whether answers report cached tokens, where a switch decides that.
         usage = {"stream_options": {"include_usage": True}} if self._survey.engine.advice.cache_report else None
         for path in (target.path, COMPLETIONS):
@@ -109,8 +118,19 @@ class Probe:
                     return Probed(tried, alone)
                 if alone.status not in (400, 404, 422, 500):
                     raise CannotLook(_refused(tried, alone))
-                said.append(_refused(tried, alone))
-        raise CannotLook(said[0])
+                refusals.append(_refused(tried, alone))
+        raise CannotLook(refusals[0])
+
+    async def _idle(self, probed: Probed) -> Sequence[Seen]:
+        context, target = self._survey.identity.context_tokens, probed.target
+        most = PROMPT_BYTES if context is None else min(PROMPT_BYTES, context - ANSWER_TOKENS - TEMPLATE_TOKENS)
+        text = (COUNT + " ") * (max(0, most) // len(COUNT))
+        usage = {"stream_options": {"include_usage": True}} if probed.alone.prompt_tokens is not None else None
+        clock, found = Clock(IDLE_PART * self._clock.left_s), list[Seen]()
+        while len(found) < IDLE_PROMPTS and clock.left_s > 0:
+            name = f"idle {secrets.token_hex(4)}"
+            found.append(await target.ask(target.request(name, ANSWER_TOKENS, usage, text=text), clock))
+        return found
 
     async def _find_load(self, probed: Probed, way: PriorityField) -> None:
         """Bursts until enough requests waited, the bound is reached, or time is short."""

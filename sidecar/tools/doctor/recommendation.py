@@ -39,8 +39,8 @@ def recommend(gauges: Gauges, burst: Burst | None, where: Queueing, others: int 
         if others:
             reason += f", beside {others} requests of other clients: measure again when there are none"
     if gauges.kv_tokens is not None and gauges.max_running is not None:
-        said = f"the engine says both: {gauges.kv_tokens:,} tokens in its KV cache, {gauges.max_running:,} requests"
-        return Recommendation(f"capacity: {{from: engine, fraction: {FRACTION}, waiting: {WAITING}}}", said)
+        reason = f"the engine says both: {gauges.kv_tokens:,} tokens in its KV cache, {gauges.max_running:,} requests"
+        return Recommendation(f"capacity: {{from: engine, fraction: {FRACTION}, waiting: {WAITING}}}", reason)
     if gauges.kv_tokens is not None:
         tokens = f"the engine says that its KV cache holds {gauges.kv_tokens:,} tokens"
         if requests is None:

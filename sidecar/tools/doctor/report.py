@@ -10,6 +10,7 @@ from typing import Any
 from sidecar.tools.doctor.burst import Burst
 from sidecar.tools.doctor.conditions import ConditionState
 from sidecar.tools.doctor.examination import Examination, Finding
+from sidecar.tools.doctor.recommendation import Recommendation
 from sidecar.tools.doctor.several_engines import ExaminedEngine, capacity, cells
 from sidecar.tools.text import table, wrapped
 
@@ -25,7 +26,8 @@ def report(examination: Examination) -> str:
             for one in examination.conditions
         ),
         _section("what to do", steps(examination)),
-        _capacity(examination),
+        for_the_policy("capacity for the policy", examination.capacity),
+        for_the_policy("slo for an interactive tier", examination.slo),
         _section("notes", _notes(examination)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -68,12 +70,11 @@ def _section(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(_wrapped(line, "  ") for line in lines)]) if lines else ""
 
 
-def _capacity(examination: Examination) -> str:
+def for_the_policy(title: str, found: Recommendation | None) -> str:
     """All of it is YAML, so that it can be copied in one piece."""
-    found = examination.capacity
     if found is None:
         return ""
-    return "\n".join(["capacity for the policy", f"  {found.yaml}", _wrapped(found.reason, "  # ", "  # ")])
+    return "\n".join([title, f"  {found.yaml}", _wrapped(found.reason, "  # ", "  # ")])
 
 
 def _notes(examination: Examination) -> Sequence[str]:
@@ -150,6 +151,7 @@ def figures(examination: Examination) -> dict[str, Any]:
         "findings": examination.findings,
         "steps": steps(examination),
         "capacity": examination.capacity,
+        "slo": examination.slo,
         "policy_sends": examination.sends,
         "fields": [
             {"way": one.way.title, "values": one.way.values, "refusal": one.refusal, "arrives": one.arrives}

@@ -124,9 +124,9 @@ def _lengths(found: Survey) -> Sequence[int]:
     """Lengths of `PROMPTS` that the model takes, with room for the chat template."""
     context = found.identity.context_tokens
     most = PROMPTS[-1] if context is None else context - _TEMPLATE_TOKENS - LONE_ANSWER_TOKENS
-    taken = [length for length in PROMPTS if length <= most]
-    if len(taken) >= FEWEST_LENGTHS:
-        return taken
+    lengths = [length for length in PROMPTS if length <= most]
+    if len(lengths) >= FEWEST_LENGTHS:
+        return lengths
     return sorted({max(1, most * part // 4) for part in (1, 2, 3, 4)})
 
 

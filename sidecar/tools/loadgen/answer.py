@@ -167,8 +167,8 @@ class ClientAnswer:
     def _end_whole(self) -> None:
         body = bytes(self._buffer)
         if not self._is_success:
-            said = (read_problem(body) or _shown(body)).removeprefix(f"{self.status}: ")
-            self.fail(f"HTTP {self.status}: {said}" if said else f"HTTP {self.status}")
+            reason = (read_problem(body) or _shown(body)).removeprefix(f"{self.status}: ")
+            self.fail(f"HTTP {self.status}: {reason}" if reason else f"HTTP {self.status}")
             return
         try:
             event = _decode(body)

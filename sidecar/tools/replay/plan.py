@@ -25,7 +25,7 @@ _APIS = {path: api for api, path in PATHS.items()}
 
 
 def plan(rows: Sequence[TraceRow], tiers: Sequence[str], writer: Writer, asking: Asking) -> list[Planned]:
-    """The requests of one run, in the order of `rows`; `label` is the tier, also where nothing is said about it.
+    """The requests of one run, in the order of `rows`; `label` is the tier, also where the request names none.
 
     Turns of one conversation follow each other: one with a time is sent then, but not before its predecessor's answer
     has ended; one without, its delay after that. The model's answer goes into the next turn, as in AIPerf.
@@ -171,13 +171,13 @@ def _conversation(row: TraceRow) -> str:
 
 def _named(row: TraceRow, tiers: Sequence[str]) -> str:
     """A name, or a number from 0 to 1 with 1 the most important, mapped as the middleware does it."""
-    said, last = row.priority, len(tiers) - 1
-    if isinstance(said, str) and said in tiers:
-        return said
-    if isinstance(said, float | int) and 0 <= said <= 1:
-        return tiers[last - floor(said * last + 0.5)]
+    priority, last = row.priority, len(tiers) - 1
+    if isinstance(priority, str) and priority in tiers:
+        return priority
+    if isinstance(priority, float | int) and 0 <= priority <= 1:
+        return tiers[last - floor(priority * last + 0.5)]
     raise BadTier(
-        f"line {row.line}: {said!r} is no tier; write one of {', '.join(tiers)}, or a number from 0 to 1, "
+        f"line {row.line}: {priority!r} is no tier; write one of {', '.join(tiers)}, or a number from 0 to 1, "
         "or give a --policy that has it"
     )
 

@@ -73,10 +73,10 @@ async def find(
 ) -> ReplayTarget:  # fmt: skip
     """Asks the first server what it is. Given options override its answers. Raises NoAnswer, NoTokenizer."""
     async with AskedServer(urls[0], api_key) as server:
-        said = await server.identity()
-        name = model or said.model or ""
+        identity = await server.identity()
+        name = model or identity.model or ""
         words = await new_words(server, name, tokenizer, chat=chat)
-    return ReplayTarget(urls, name, said.context_tokens, engine or said.engine or NoPriorityEngine, words)
+    return ReplayTarget(urls, name, identity.context_tokens, engine or identity.engine or NoPriorityEngine, words)
 
 
 def runs(asking: Asking, urls: Sequence[str], control: Control | None) -> Sequence[PlannedRun]:

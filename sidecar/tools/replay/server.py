@@ -30,7 +30,7 @@ ADMISSION_CODES = frozenset(
 
 
 class ServerNoAnswer(Exception):
-    """The server cannot be asked. One line, with what it said."""
+    """The server cannot be asked. One line, with its answer."""
 
 
 class _Code(msgspec.Struct):
@@ -94,8 +94,8 @@ class AskedServer(AbstractAsyncContextManager["AskedServer"]):
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         status, _, answer = await self._exchange(method, path, body)
         if status != 200:
-            said = read_problem(answer)
-            raise ServerNoAnswer(f"{self.url}{path} answers {status}" + (f": {said}" if said else ""))
+            problem = read_problem(answer)
+            raise ServerNoAnswer(f"{self.url}{path} answers {status}" + (f": {problem}" if problem else ""))
         return answer
 
     async def _exchange(

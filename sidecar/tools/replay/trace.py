@@ -303,8 +303,8 @@ def _check_messages(found: _MooncakeRow) -> None:
 
 def _priority(found: _MooncakeRow, extra: dict[str, Any]) -> str | float | None:
     """The row's tier; taken out of `extra`, because the replay decides how to ask for it."""
-    said = [found.tier, found.priority, *(extra.pop(name, None) for name in _TIER_FIELDS)]
-    values = [value for value in said if value is not None]
+    written = [found.tier, found.priority, *(extra.pop(name, None) for name in _TIER_FIELDS)]
+    values = [value for value in written if value is not None]
     if not values:
         return None
     value = values[0]
@@ -317,5 +317,5 @@ def _priority(found: _MooncakeRow, extra: dict[str, Any]) -> str | float | None:
 def _sentence(error: str) -> str:
     match = _PATH.match(error)
     assert match is not None
-    said, path = match.groups()
-    return f"{path}: {said[:1].lower()}{said[1:]}" if path else f"no JSON object of the right form: {said}"
+    problem, path = match.groups()
+    return f"{path}: {problem[:1].lower()}{problem[1:]}" if path else f"no JSON object of the right form: {problem}"

@@ -95,7 +95,17 @@ def run(setting: Setting, candidate: ComparedPolicy, seed: int, scale: float) ->
         )
         patience_us = None if setting.patience_s is None else round(setting.patience_s * 1e6)
         played = play(offered, stage, admission, patience_us)
-    return result(played, tiers, objectives, name=candidate.name, order=candidate.order, seed=seed, scale=scale)
+    guarded = admission.guarded() if isinstance(admission, ProductAdmission) else {}
+    return result(
+        played,
+        tiers,
+        objectives,
+        name=candidate.name,
+        order=candidate.order,
+        seed=seed,
+        scale=scale,
+        guarded=guarded,
+    )
 
 
 class Rate(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from sidecar.gain.token_deadlines import Objective
+from sidecar.tools.simulate.guarded import GuardResult
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, Played
 
@@ -47,7 +48,7 @@ class RunResult(msgspec.Struct, frozen=True):
     """One run. `order` is that of the policy, `engine` for a baseline. `queue_wait_s` runs until an engine begins.
 
     `utilization` is the part of the engines' KV caches that was held, on average until the last answer ended, and
-    `busy` the part of that time in which they computed.
+    `busy` the part of that time in which they computed. `guarded` has the tiers whose SLO is held: none for a baseline.
     """
 
     policy: str
@@ -62,6 +63,7 @@ class RunResult(msgspec.Struct, frozen=True):
     busy: float
     tokens_per_s: float
     preemptions: int
+    guarded: Mapping[str, GuardResult] = {}
 
 
 class JudgedRequest(NamedTuple):
@@ -96,6 +98,7 @@ def result(
     order: str,
     seed: int,
     scale: float,
+    guarded: Mapping[str, GuardResult] | None = None,
 ) -> RunResult:
     """The figures of a run."""
     sums = [_Sums(objectives.get(level)) for level in range(len(tiers))]
@@ -120,6 +123,7 @@ def result(
         busy=sum(one.busy_us for one in engines) / elapsed_us / len(engines),
         tokens_per_s=sum(one.tokens for one in sums) * 1e6 / elapsed_us,
         preemptions=sum(one.preemptions for one in engines),
+        guarded=guarded or {},
     )
 
 

@@ -291,8 +291,8 @@ def as_yaml(fitted: FittedModel, probe: SpeedProbe, date: str) -> str:
         f"name: {json.dumps(model.name)}",
     ]
     if fitted.outside_us:
-        said = f"# Not in it: {fitted.outside_us / 1e3:.1f} ms of network and API server before each first token."
-        lines.insert(3, said)
+        note = f"# Not in it: {fitted.outside_us / 1e3:.1f} ms of network and API server before each first token."
+        lines.insert(3, note)
     keys = ("step_us", "step_us_per_prefill_token", "step_us_per_sequence")
     lines += [f"{key}: {getattr(model, key):.3f}" for key in keys]
     lines += [f"{key}: {getattr(model, key)}  # {reason}" for key, reason in fitted.reasons.items()]
@@ -302,12 +302,12 @@ def as_yaml(fitted: FittedModel, probe: SpeedProbe, date: str) -> str:
 def report(fitted: FittedModel, probe: SpeedProbe) -> str:
     """Report for people, without a line's end at its end."""
     model = fitted.model
-    said = {key: f"{getattr(model, key):,}" for key in fitted.reasons}
+    figures = {key: f"{getattr(model, key):,}" for key in fitted.reasons}
     rows: list[tuple[str, str, str]] = [
         ("a step", _ms(model.step_us), ""),
         ("each sequence in it", _ms(model.step_us_per_sequence), ""),
         ("each prompt token in it", _ms(model.step_us_per_prefill_token), ""),
-        *((key, said[key], reason) for key, reason in fitted.reasons.items()),
+        *((key, figures[key], reason) for key, reason in fitted.reasons.items()),
     ]
     lines = [f"engine model of {probe.survey.name}, {model.name}", ""]
     lines += [f"  {name:<25}{value:>12}   {why}".rstrip() for name, value, why in rows]

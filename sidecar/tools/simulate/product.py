@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from sidecar.admission.intake import SizedRequest, sized_for
 from sidecar.admission.policy_snapshot import objective_for
 from sidecar.admission.request_gain import GainMeter
+from sidecar.admission.slo_follower import SloFollower
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
@@ -30,6 +31,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
 from sidecar.pools import Lease, Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
+from sidecar.tools.simulate.guarded import GuardResult, SimulatedGuards
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, SimulatedEngines
 
@@ -43,15 +45,17 @@ class _Held(TurnUser):
 
     `removed` is done when an engine no longer runs it: whether it waits again. One that `is_preempted` before it
     `is_sent` waits again without it. `left` is done when its client leaves
-    while it waits.
+    while it waits. `followed` is there for a guarded tier.
     """
 
     __slots__ = (
-        "_stage", "answer", "is_preempted", "is_sent", "left", "place", "removed", "request", "size", "turn",
+        "_stage", "answer", "followed", "is_preempted", "is_sent", "left", "place", "removed", "request", "size",
+        "turn",
     )  # fmt: skip
 
-    def __init__(self, request: Request, place: int, stage: SimulatedEngines) -> None:
+    def __init__(self, request: Request, place: int, stage: SimulatedEngines, followed: SloFollower | None) -> None:
         self.request = request
+        self.followed = followed
         self.place = place
         self.left: asyncio.Future[None] = stage.loop.create_future()
         self._stage = stage
@@ -69,8 +73,12 @@ class _Held(TurnUser):
         """See `TurnUser`."""
         if lease is not None:
             lease.on_preempt = self._preempt
+        if self.followed is not None:
+            self.followed.entered(lease)
 
     def _preempt(self) -> None:
+        if self.followed is not None:
+            self.followed.preempted()
         if self.is_sent:
             self._stage.abort(self.request)
         else:
@@ -107,12 +115,17 @@ class ProductAdmission:
         self._gain.speeds = _TrueSpeeds(stage)
         self._names = [tier.name.encode() for tier in policy.tiers]
         self._held: dict[Request, _Held] = {}
+        self._guards = SimulatedGuards(policy, self._pool, stage)
         self._came = 0
+
+    def guarded(self) -> Mapping[str, GuardResult]:
+        """The tiers whose SLO is held, by name, at the end of the run."""
+        return self._guards.results()
 
     def arrives(self, request: Request) -> None:
         """See `Admission`."""
         self._came += 1
-        held = self._held[request] = _Held(request, self._came, self._stage)
+        held = self._held[request] = _Held(request, self._came, self._stage, self._guards.follow(request))
         self._stage.loop.create_task(self._serve(held, self._sized(request))).add_done_callback(_raise_defect)
 
     def leaves(self, request: Request) -> None:
@@ -129,6 +142,8 @@ class ProductAdmission:
         held = self._held[request]
         held.turn.lease.keep()
         held.turn.lease.prefilled()
+        if held.followed is not None:
+            held.followed.first_token()
         self._look(held)
 
     def reached(self, request: Request) -> None:
@@ -145,6 +160,10 @@ class ProductAdmission:
         if (expected := held.turn.request.expected) is not None:
             self._sizes.learn(expected, held.answer, is_complete=True)
         held.turn.lease.settle(request.prompt + request.output)
+        if held.followed is not None:
+            assert request.first_us is not None
+            held.followed.finished(self._stage.loop.now_us - request.first_us, request.output)
+        self._guards.finished(request)
         held.removed.set_result(False)
 
     def removed(self, request: Request) -> None:
@@ -172,6 +191,8 @@ class ProductAdmission:
                         grant = await turn.requeue()
                         continue
                     held.is_sent = True
+                    if held.followed is not None:
+                        held.followed.granted()
                     held.removed = self._stage.loop.create_future()
                     if (expected := turn.request.expected) is not None:
                         held.size = self._sizes.begin(expected, turn.lease, held.answer, streams=True)
@@ -224,7 +245,11 @@ class ProductAdmission:
         engine.report_at(request, held.size.next_look)
 
     def _end(self, request: Request, why: str) -> None:
-        del self._held[request]
+        held = self._held.pop(request)
+        if held.followed is not None:
+            if why != ABANDONED:
+                held.followed.refused()
+            held.followed.close()
         self._stage.refuse(request, why)
 
 

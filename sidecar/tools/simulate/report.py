@@ -8,6 +8,7 @@ from sidecar.templates import render
 from sidecar.tools.replay.report import COLORS
 from sidecar.tools.simulate.comparison import ComparedPolicy, Rate, by_policy, interval, seconds, shown
 from sidecar.tools.simulate.figures import RunResult, TierResult
+from sidecar.tools.simulate.guarded import GuardResult
 
 POINTS = 0.01
 """A smaller difference of a share is none: with few seeds it is chance."""
@@ -26,6 +27,7 @@ def report(
         policies=policies(runs),
         bars=list(_bars(runs, [tier.name for tier in candidates[0].policy.tiers])),
         tiers=tiers(runs),
+        guarded=guarded(runs),
         rates=highest_rates(rates),
     )
 
@@ -39,8 +41,8 @@ def differences(runs: Sequence[Sequence[RunResult]]) -> Iterator[str]:
     first = runs[0]
     for other in runs[1:]:
         parts = list(_differing(first, other))
-        said = "; ".join(parts) if parts else "nothing by more than a point"
-        yield f"{other[0].policy} against {first[0].policy}: {said}."
+        changes = "; ".join(parts) if parts else "nothing by more than a point"
+        yield f"{other[0].policy} against {first[0].policy}: {changes}."
 
 
 def _differing(first: Sequence[RunResult], other: Sequence[RunResult]) -> Iterator[str]:
@@ -114,6 +116,29 @@ def _tier(runs: Sequence[RunResult], name: str) -> Sequence[str]:
         str(sum(one.refused for one in tiers) // len(tiers)),
         str(sum(one.abandoned for one in tiers) // len(tiers)),
         f"{sum(one.tokens for one in tiers) / tokens:.1%}" if tokens else "-",
+    )
+
+
+def guarded(runs: Sequence[Sequence[RunResult]]) -> Table:
+    """Table of the tiers whose SLO is held. `in vain`: at the end of a run it was missed for another reason."""
+    columns = (
+        "policy", "held to its SLO", "hold", "met", "others fill", "at least", "at the end", "their tokens", "in vain",
+    )  # fmt: skip
+    return columns, [_guarded(one, tier) for one in runs for tier in one[0].guarded]
+
+
+def _guarded(runs: Sequence[RunResult], name: str) -> Sequence[str]:
+    found: list[GuardResult] = [one.guarded[name] for one in runs]
+    return (
+        runs[0].policy,
+        name,
+        f"{found[0].hold:.1%}",
+        shown([one.met for one in found]),
+        shown([one.share_mean for one in found]),
+        shown([one.share_least for one in found]),
+        shown([one.share_end for one in found]),
+        str(sum(one.tokens_below for one in found) // len(found)),
+        f"{sum(one.is_in_vain for one in found)} of {len(found)}",
     )
 
 

@@ -51,6 +51,11 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         exact = self.step_us + self.step_us_per_sequence * running + self.step_us_per_prefill_token * prefill_tokens
         return max(1, round(exact))
 
+    def idle_first_us(self, prompt_tokens: int) -> int:
+        """The time to the first token of a prompt that the engine computes alone."""
+        whole, rest = divmod(prompt_tokens, self.chunk_tokens)
+        return whole * self.duration_us(1, self.chunk_tokens) + (self.duration_us(1, rest) if rest else 0)
+
     @property
     def cost_us_per_output_token(self) -> float:
         """The engine's time for one output token where the batch is full."""

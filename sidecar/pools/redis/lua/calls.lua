@@ -89,11 +89,11 @@ local CALL = { IS.n, IS.t, IS.n, IS.k, list('tennnnnnn'), IS.b, or_none(IS.n), o
 
 -- The call; else an error names its first field that is wrong.
 local function read_call(packed)
-  local told, more = unpacked(packed)
-  if type(told) ~= 'table' or more ~= nil then error('not one record', 0) end
+  local record, more = unpacked(packed)
+  if type(record) ~= 'table' or more ~= nil then error('not one record', 0) end
   for i = 1, #CALL do
-    if not CALL[i](told[i]) then error('field ' .. i, 0) end
+    if not CALL[i](record[i]) then error('field ' .. i, 0) end
   end
-  if told[C_KIND] == 'state' and not told[C_RULES] then error('no rules', 0) end
-  return told
+  if record[C_KIND] == 'state' and not record[C_RULES] then error('no rules', 0) end
+  return record
 end

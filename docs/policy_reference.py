@@ -1,4 +1,4 @@
-"""Generated reference of the policy files. `python -m sidecar.policy.reference` writes docs/policy.md.
+"""Writes docs/policy.md, the reference of the policy's files: `python docs/policy_reference.py`.
 
 It is made of the JSON Schemas: the purpose of a key, the form of its value and its default are declared once.
 """
@@ -6,9 +6,8 @@ It is made of the JSON Schemas: the purpose of a key, the form of its value and 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from sidecar.policy import fields as of
@@ -16,6 +15,7 @@ from sidecar.policy.fleet import EngineListFile
 from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.schema import described, mapping_in
 from sidecar.policy.tenant import Tenant
+from sidecar.policy.validate import flow
 
 PLACES: Mapping[Any, str] = {
     PoolFile: "The pool's file",
@@ -55,11 +55,6 @@ def reference_text() -> str:
     for title, document in documents.items():
         parts += _sections(document, document, title, (), paths)
     return "\n".join(parts)
-
-
-def write(file: FilePath) -> None:
-    """Writes the page."""
-    file.write_text(reference_text(), encoding="utf-8")
 
 
 _Paths = dict[str, tuple[str, ...]]
@@ -131,7 +126,7 @@ def _value(key: _Schema) -> str:
         return kind
     if key.get("default") is not None:
         return ""
-    return f"e.g. `{_flow(key['examples'][0])}`" if "examples" in key else kind
+    return f"e.g. `{flow(key['examples'][0])}`" if "examples" in key else kind
 
 
 _KINDS = {
@@ -163,17 +158,7 @@ def _default(default: object) -> str:
         return ""
     if isinstance(default, dict) and all(value == {} for value in default.values()):
         return ", ".join(f"`{name}`" for name in default)
-    return f"`{_flow(default)}`"
-
-
-def _flow(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_flow(inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    return str(value)
+    return f"`{flow(default)}`"
 
 
 def _beyond_its_row(doc: str) -> str:
@@ -190,4 +175,4 @@ def _line(text: str) -> str:
 
 
 if __name__ == "__main__":
-    write(FilePath(sys.argv[1] if len(sys.argv) > 1 else "docs/policy.md"))
+    (Path(__file__).parent / "policy.md").write_text(reference_text(), encoding="utf-8")
