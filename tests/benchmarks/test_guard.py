@@ -23,8 +23,10 @@ def test_where_none_holds_it_is_the_one_that_holds_most() -> None:
     assert (found.limit, found.short) == (0.1, [])
 
 
-def test_a_short_run_has_a_row_for_each_setting() -> None:
-    rows = measure([1], QUICK_S, (0.1,))
+@pytest.mark.parametrize("finishes", [False, True])
+def test_a_short_run_has_a_row_for_each_setting(finishes: bool) -> None:
+    rows = measure([1], QUICK_S, (0.1,), finishes=finishes)
     assert len(text(rows).splitlines()) == 1 + len(SETTINGS)
-    again = measure([1], QUICK_S, (0.1,))
+    assert not any("PASS" in line or "short" in line for line in text(rows, has_demands=False).splitlines())
+    again = measure([1], QUICK_S, (0.1,), finishes=finishes)
     assert rows == again, "virtual time"
