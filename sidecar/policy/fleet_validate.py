@@ -37,7 +37,7 @@ def fleet_mistakes(data: Mapping[str, object]) -> Found:
     listed = fleet.get("static")
     yield from engine_mistakes(listed, ("engines", "static"))
     yield from _sizes(fleet.get("capacity"), ("engines", "capacity"))
-    yield from _unreported(data.get("engine"), fleet)
+    yield from _find_unreported(data.get("engine"), fleet)
     if fleet.get("mounted") is True:
         yield from _mounted_problems(fleet, models)
         return
@@ -48,8 +48,8 @@ def fleet_mistakes(data: Mapping[str, object]) -> Found:
     if engines is None:
         yield ("models",), "each model has engines of its own, and the policy names none; write engines, or remove this"
         return
-    yield from _assigned(models, _names(listed), by_dns="dns" in fleet)
-    yield from _called(models)
+    yield from _check_engines(models, _names(listed), by_dns="dns" in fleet)
+    yield from _check_names(models)
 
 
 _NOT_MOUNTED = {
@@ -127,7 +127,7 @@ def _sizes(capacity: object, path: Path) -> Found:
             yield (*path, kind), f"{size} is more than one engine holds; write 1000G or less"
 
 
-def _unreported(engine: object, fleet: Mapping[str, object]) -> Found:
+def _find_unreported(engine: object, fleet: Mapping[str, object]) -> Found:
     """A capacity that is to be read from an engine that reports none."""
     listed, common = fleet.get("static"), fleet.get("capacity")
     yield from _read_of_none(engine, listed, ("engines", "static"))
@@ -163,7 +163,7 @@ def _names(listed: object) -> list[str] | None:
     return [entry["name"] for entry in listed if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
 
 
-def _assigned(models: Mapping[str, object], names: Sequence[str] | None, *, by_dns: bool) -> Found:
+def _check_engines(models: Mapping[str, object], names: Sequence[str] | None, *, by_dns: bool) -> Found:
     """Every model has engines that there are, and no engine has two models."""
     used: dict[str, str] = {}
     for model, body in models.items():
@@ -192,7 +192,7 @@ def _assigned(models: Mapping[str, object], names: Sequence[str] | None, *, by_d
                 )
 
 
-def _called(models: Mapping[str, object]) -> Found:
+def _check_names(models: Mapping[str, object]) -> Found:
     """No name stands for two models."""
     seen = {name: name for name in models}
     for model, body in models.items():
