@@ -319,7 +319,8 @@ class ShadowHolds(msgspec.Struct):
     and as they would have been. `unlearned` held for as long as their requests ran among more than the pool admits,
     because nothing was known of a quiet engine. `lost` were refused by the engine or failed there, `left` by their
     clients before the first byte that they would have had by then. `arrivals` came while the pool would have been full,
-    and `followed` of them directly after an end.
+    and `followed` of them directly after an end. Of a tier that is to be held to its SLO, `met` and `missed` count the
+    requests as they passed, and `would_meet` and `would_miss` their shadows.
     """
 
     shadows: int = 0
@@ -332,6 +333,10 @@ class ShadowHolds(msgspec.Struct):
     left: int = 0
     arrivals: int = 0
     followed: int = 0
+    met: int = 0
+    missed: int = 0
+    would_meet: int = 0
+    would_miss: int = 0
 
 
 Event = Classified | Queued | Admitted | Replayed | Preempted | Observed | Refused | FirstByte | Settled

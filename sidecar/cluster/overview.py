@@ -15,7 +15,6 @@ import msgspec
 from sidecar.cluster.document import Overview, RefusalView, TenantView, TierShare, TierView, TierWaits
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.engines import EngineLists, engine_reports, engine_rows
-from sidecar.cluster.guards import GuardHistory
 from sidecar.cluster.phrases import (
     as_guarded,
     crowd,
@@ -27,7 +26,7 @@ from sidecar.cluster.phrases import (
 )
 from sidecar.cluster.report import PeerReports, ReceivedReport, ReplicaReport, pack, read_peers, replica_views
 from sidecar.cluster.sources import Sources
-from sidecar.cluster.tiers import is_alone, sum_waits, tier_shares, tier_waits
+from sidecar.cluster.tiers import GuardHistory, is_alone, sum_waits, tier_shares, tier_waits
 from sidecar.engines.view import Amount
 from sidecar.events import Refused
 from sidecar.policy.choices import Mode
@@ -171,7 +170,8 @@ class PoolOverview:
     def _report_observed(self, replica: str, others: Iterable[ReceivedReport], at_s: float) -> ObservedReport:
         period = self._sources.observed(MOST_OBSERVED_TENANTS)
         not_counted = [it.report.replica for it in others if it.report.mode == Mode.OBSERVE.value]
-        return observed_report(self._sources.policy(), period, replica, not_counted, at_s)
+        policy, guards = self._sources.policy(), self._sources.pool.guards()
+        return observed_report(policy, period, replica, not_counted, at_s, guards)
 
     def _overview(self, at_s: float) -> Overview:
         sources, policy = self._sources, self._sources.policy()

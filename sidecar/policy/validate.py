@@ -215,13 +215,15 @@ def _example(kind: Any, path: Path) -> str:
     """How a key is written; for one that has no example, the keys in it."""
     name, keys = str(path[-1]), keys_at(kind, path[:-1])
     examples = keys.get(name, {}).get("examples")
-    return f"{name}: {_flow(examples[0])}" if examples else "a mapping with " + ", ".join(keys)
+    return f"{name}: {flow(examples[0])}" if examples else "a mapping with " + ", ".join(keys)
 
 
-def _flow(value: object) -> str:
+def flow(value: object) -> str:
     """A value as an operator writes it on one line of YAML."""
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_flow(inner)}" for name, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {flow(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
+        return "[" + ", ".join(map(flow, value)) + "]"
     return f'"{value}"' if ":" in str(value) else str(value)

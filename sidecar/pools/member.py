@@ -446,9 +446,9 @@ class Member:
 
     def _decide_guards(self, reply: Reply, now_us: int) -> None:
         """Rule 10, where the time has come."""
-        due_in_us = self._guard.due_in_us(reply)
+        due_in_us = self._guard.answered(reply, now_us)
         if due_in_us == 0:
-            self._guard.decide(reply, self.mirror(now_us), now_us)
+            self._guard.decide(reply, self.mirror(now_us))
         if due_in_us or self._guard.has_decided:
             self._call_by(now_us + (due_in_us or 0))
 

@@ -3,8 +3,8 @@ holds. No I/O and no clock.
 
 A tier with `slo` and `hold` has one number, its share g in (0, 1]. A ticket of a less important tier fits where, in
 each dimension, ALL that tickets hold is with it at most g * C; or where the less important hold with it no more than
-their floors; or where they hold nothing yet. `decide` moves g every `DECIDE_EVERY_S` seconds, by what the tier's
-requests saw meanwhile.
+their floors; or where each of them holds no more than its own floor yet. `decide` moves g every `DECIDE_EVERY_S`
+seconds, by what the tier's requests saw meanwhile.
 
 All that is held counts, not the less important work alone, because an engine is as slow as all that it runs. So less
 important work gives way at the first request of a burst, before any was late, and uses the tier's room while the tier
@@ -38,6 +38,9 @@ STALE_AFTER = 15
 """Decisions after which requests that were too few to decide count no more: the engine has other work by then."""
 CUT = 0.7
 """Of g that is left after a cut. Less important answers run on for 5 to 20 s, so that others may follow."""
+TELLING_CUTS = 3
+"""Cuts in a row that tell where it failed. What is missed after these began before them: after an engine that stood
+still for 20 s the share would else need 18 minutes to come back."""
 FAST, SLOW, NEAR = 0.08, 0.006, 0.95
 """Growth of g in a decision: fast below `NEAR` of where it failed last, else slow. Fast doubles g in 20 s, as long as
 answers take to show that it was too much. Slow takes 30 s for a tenth, so that it fails rarely."""
@@ -63,7 +66,8 @@ class GuardedPeriod(NamedTuple):
 class GuardState(NamedTuple):
     """One guarded tier's `share`, where that failed last, and its value when the tier last had requests.
 
-    `met`, `missed` and `periods`: requests that were too few to decide, and the decisions that they took.
+    `met`, `missed` and `periods`: requests that were too few to decide, and the decisions that they took. `cuts`: those
+    in a row.
     """
 
     share: float = BEGIN
@@ -72,6 +76,7 @@ class GuardState(NamedTuple):
     met: float = 0.0
     missed: float = 0.0
     periods: float = 0.0
+    cuts: float = 0.0
 
 
 def first_state(floors: float) -> GuardState:
@@ -83,21 +88,22 @@ def decide(state: GuardState, seen: GuardedPeriod, hold: float) -> GuardState:
     """State after one more period. `hold` is the share of requests that must meet the SLO."""
     if not (seen.met or seen.missed or state.missed):
         return state._replace(share=_grown(state.share, SLOW, seen))
-    share, failed_at = min(state.share, state.busy), state.failed_at
+    share, failed_at, cuts = min(state.share, state.busy), state.failed_at, state.cuts
     met, missed, periods = state.met + seen.met, state.missed + seen.missed, state.periods + 1
     requests = met + missed
     allowed = (1 - hold) * requests
     is_decided = requests >= FEWEST or periods >= STALE_AFTER
     if requests >= FEWEST and missed > allowed + SPARE:
         if seen.held > seen.floors:
-            failed_at, share = share, max(LEAST, CUT * min(share, seen.total))
+            failed_at, cuts = (share if cuts < TELLING_CUTS else failed_at), cuts + 1
+            share = max(LEAST, CUT * min(share, seen.total))
     elif missed > allowed:
         is_decided = periods >= STALE_AFTER
     else:
-        share = _grown(share, FAST if share < NEAR * failed_at else SLOW, seen)
+        cuts, share = 0.0, _grown(share, FAST if share < NEAR * failed_at else SLOW, seen)
     if is_decided:
-        return GuardState(share, failed_at, share)
-    return GuardState(share, failed_at, share, met, missed, periods)
+        return GuardState(share, failed_at, share, cuts=cuts)
+    return GuardState(share, failed_at, share, met, missed, periods, cuts)
 
 
 def _grown(share: float, by: float, seen: GuardedPeriod) -> float:

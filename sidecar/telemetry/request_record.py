@@ -27,6 +27,9 @@ from sidecar.events import (
     Verdict,
 )
 
+CANCELED, PASSED = "canceled", "passed"
+ABANDONED: Final = frozenset((Outcome.CLIENT_LEFT.value, CANCELED, PASSED))
+"""The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
 LONGEST_MODEL: Final = 128
 """Characters of a model's name that are kept: the client chooses the name, and its length."""
 JITTER_US: Final = 10_000

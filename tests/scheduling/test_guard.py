@@ -113,5 +113,14 @@ def test_an_engine_three_times_slower_from_one_moment_on_is_followed_within_ten_
     assert 0.1 < min(settled) <= max(settled) < 0.22, "and it stays near what the engine does now"
 
 
+def test_after_an_engine_that_stood_still_for_20_s_the_share_comes_back_in_five_minutes() -> None:
+    shares = engine(first_state(0.0), 400, lambda number: 0.0 if 200 <= number < 210 else 0.55)
+    before = shares[199]
+    assert 0.4 < before <= 0.6
+    assert shares[209] < 0.1
+    assert max(shares[:360]) <= 0.6
+    assert shares[210 + 150] > 0.9 * before
+
+
 def test_an_slo_that_cannot_be_met_ends_at_the_least_and_stays_there() -> None:
     assert set(engine(first_state(0.5), 200, lambda _: 0.0)[40:]) == {LEAST}

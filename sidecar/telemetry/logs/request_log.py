@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from sidecar.events import FIRST_FAILURE, Admitted, Outcome, Refused, Settled, UnguardedRequest
+from sidecar.events import FIRST_FAILURE, Admitted, Observed, Outcome, Refused, Settled, UnguardedRequest, Verdict
 from sidecar.telemetry.logs.flood import WINDOW_S, FloodGuard
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, failure_code, failure_description
 
@@ -46,10 +46,15 @@ class AccessLog(str, Enum):
 
 def access_log(environment: Mapping[str, str]) -> AccessLog:
     """The environment's setting, else `failures`. Raises ValueError."""
-    written = environment.get(ACCESS_VARIABLE, "").strip().lower()
-    if written and written not in list(AccessLog):
-        raise ValueError(f"{ACCESS_VARIABLE}: {written!r} is not one of {', '.join(AccessLog)}")
-    return AccessLog(written or AccessLog.FAILURES)
+    return AccessLog(one_of(environment, ACCESS_VARIABLE, list(AccessLog)) or AccessLog.FAILURES)
+
+
+def one_of(environment: Mapping[str, str], variable: str, words: Sequence[str]) -> str | None:
+    """The word in a variable; None where it is not set. Raises ValueError for any other word."""
+    written = environment.get(variable, "").strip().lower()
+    if written and written not in words:
+        raise ValueError(f"{variable}: {written!r} is not one of {', '.join(words)}")
+    return written or None
 
 
 class LineKind(NamedTuple):
@@ -90,6 +95,38 @@ class RequestLog:
             fields = {"event": "left_out", "code": kind.code, "left_out": count, "tier": kind.tier or None}
             arguments = (count, of_tier, kind.event, kind.code)
             self._write(logging.WARNING, "left out %d more lines about requests%s: %s, %s", arguments, fields)
+
+    def note_unguarded(self, request: UnguardedRequest) -> None:
+        """Writes a line for a request that was refused as the policy does not guard its path, bounded as others."""
+        if request.is_refused:
+            fields: Fields = {
+                "event": "refused",
+                "code": request.code,
+                "status": request.status,
+                "request_id": request.request_id,
+                "route": request.route,
+            }
+            arguments = (request.request_id, request.status, request.code, request.message)
+            self.write_bounded(logging.WARNING, "request %s refused with %d %s: %s", arguments, fields)
+
+    def note_observed(self, observed: Observed) -> None:
+        """Writes a line for a request that enforcing would have refused, bounded as others."""
+        if observed.verdict is not Verdict.REFUSED:
+            return
+        fields: Fields = {
+            "event": "would_be_refused",
+            "code": observed.code,
+            "request_id": observed.request_id,
+            "tier": observed.tier,
+            "tenant": observed.tenant,
+            "route": observed.path,
+            "client": observed.client,
+        }
+        if observed.queue_wait_us:
+            fields["queue_wait_s"] = observed.queue_wait_us / 1e6
+            fields["starvation_s"] = observed.starvation_us / 1e6
+        arguments = (observed.request_id, observed.code)
+        self.write_bounded(logging.INFO, "request %s passed; enforcing would refuse it: %s", arguments, fields)
 
     def write_bounded(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         """One line, or one more that is left out. Fields that are None are left out."""
@@ -155,26 +192,6 @@ class RequestLog:
             arguments = (record.request_id, failure_description(event.outcome, event.status, event.error))
             level = self.success_level if failure == _STOPPED else logging.WARNING
             self.write_bounded(level, "request %s failed: %s", arguments, fields)
-
-
-class UnguardedLog:
-    """A line for each request that was refused as the policy does not guard its path, bounded as other refusals are."""
-
-    def __init__(self, log: RequestLog) -> None:
-        self._log = log
-
-    def note(self, request: UnguardedRequest) -> None:
-        """Writes the line, or leaves it out."""
-        if request.is_refused:
-            fields: Fields = {
-                "event": "refused",
-                "code": request.code,
-                "status": request.status,
-                "request_id": request.request_id,
-                "route": request.route,
-            }
-            arguments = (request.request_id, request.status, request.code, request.message)
-            self._log.write_bounded(logging.WARNING, "request %s refused with %d %s: %s", arguments, fields)
 
 
 def _request_fields(record: RequestRecord, wait: Admitted | Refused | None, ended_us: int) -> Fields:

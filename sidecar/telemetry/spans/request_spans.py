@@ -26,6 +26,8 @@ from sidecar.events import (
 )
 from sidecar.telemetry import semconv
 from sidecar.telemetry.request_record import (
+    ABANDONED,
+    CANCELED,
     REPLAYED_BECAUSE,
     PreemptedAttempt,
     RequestRecord,
@@ -41,9 +43,7 @@ CLIENTS_ERRORS = 400
 SERVERS_ERRORS = 500
 """From which status on an answer is an error of a CLIENT span, and of a SERVER span: the HTTP conventions' rule."""
 
-CANCELED, PASSED, UNREACHABLE = "canceled", "passed", "engine_unreachable"
-ABANDONED = frozenset({Outcome.CLIENT_LEFT.value, CANCELED, PASSED})
-"""The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
+UNREACHABLE = "engine_unreachable"
 _NO_LINKS = WaitLinks((), (), {})
 
 
