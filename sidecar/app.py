@@ -115,7 +115,7 @@ class AdmissionMiddleware:
         self._failure: FailedStart | None = None
         self._given = policy, files
         self._compose = partial(
-            _composed,
+            _compose,
             app,
             dialect=dialect,
             is_by_name=policy is None,
@@ -262,7 +262,7 @@ def _serving(pool: OnePool) -> ASGIApp:
     return partial(serve_scope, controller, lifespan)
 
 
-def _composed(
+def _compose(
     given_app: ASGIApp | None,
     policy: Policy,
     files: PolicyFiles | None,

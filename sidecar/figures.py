@@ -125,7 +125,7 @@ def readings(kind: type) -> Iterator[Reading]:
         yield from (Reading(figure, (name,)) for figure, name in found if figure is not None)
         return
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        figures = _declared(hint)
+        figures = _find_declared(hint)
         for inner, figure in figures.items():
             yield Reading(figure, (name, inner) if inner else (name,))
         for nested in () if figures else _documents(hint):
@@ -133,7 +133,7 @@ def readings(kind: type) -> Iterator[Reading]:
                 yield Reading(figure, (name, *path))
 
 
-def _declared(hint: Any) -> Mapping[str, Figure]:
+def _find_declared(hint: Any) -> Mapping[str, Figure]:
     if get_origin(hint) is not Annotated:
         return {}
     found: Mapping[str, Figure] = next(

@@ -113,7 +113,7 @@ class AdminGuard:
             return None
         if request.scope["path"] == "/" and "token" in request.query_params:
             return self._welcome(request)
-        return _unauthorized(_WRONG_TOKEN if "authorization" in headers else _NEEDS_TOKEN)
+        return _refuse(_WRONG_TOKEN if "authorization" in headers else _NEEDS_TOKEN)
 
     def _change_refusal(self, request: Request) -> Response | None:
         """Of a request that changes something, beyond what is asked of every request."""
@@ -139,7 +139,7 @@ class AdminGuard:
     def _welcome(self, request: Request) -> Response:
         """The token of the address becomes a cookie, and leaves the address."""
         if not self._is_token(request.query_params["token"]):
-            return _unauthorized(_WRONG_TOKEN)
+            return _refuse(_WRONG_TOKEN)
         assert self._cookie is not None
         headers = {"cache-control": "no-store", "referrer-policy": "no-referrer"}
         answer = RedirectResponse("./", 303, headers)
@@ -181,5 +181,5 @@ def _other_name() -> Response:
     )
 
 
-def _unauthorized(message: str) -> Response:
+def _refuse(message: str) -> Response:
     return refused(401, "admin_token_required", message, {"www-authenticate": "Bearer"})

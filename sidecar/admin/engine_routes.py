@@ -59,7 +59,7 @@ class EngineRoutes:
     async def _drain(self, request: Request) -> Response:
         view, name = self._engines(), request.path_params["name"]
         waits, within_s = flag(request, "wait"), _within_s(request, view.drain_timeout_s)
-        row = await _changed(view.drain, view, name)
+        row = await _change(view.drain, view, name)
         ended = await self._wait(request, view, name, within_s) if waits else await view.drained(name, 0)
         if ended is DrainEnd.TIMED_OUT and waits:
             raise RefusedByPage(504, "drain_timeout", _too_late(_document_for(view, name) or row, within_s))
@@ -71,7 +71,7 @@ class EngineRoutes:
 
     async def _resume(self, request: Request) -> Response:
         view, name = self._engines(), request.path_params["name"]
-        return json_answer(Drained(await _changed(view.resume, view, name), drained=False))
+        return json_answer(Drained(await _change(view.resume, view, name), drained=False))
 
     async def _wait(self, request: Request, view: PoolEngines, name: str, within_s: float) -> DrainEnd:
         """The end of the drain. Nothing is left of the wait where the client disconnects, or the server stops."""
@@ -99,7 +99,7 @@ class EngineRoutes:
         return view
 
 
-async def _changed(change: Callable[[str], Awaitable[None]], view: PoolEngines, name: str) -> EngineDocument:
+async def _change(change: Callable[[str], Awaitable[None]], view: PoolEngines, name: str) -> EngineDocument:
     """The engine after a change."""
     before = _document_for(view, name)
     try:

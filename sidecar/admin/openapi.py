@@ -76,7 +76,7 @@ def document() -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         path = paths.setdefault(operation.path, {})
-        path[operation.method.lower()] = _described(operation)
+        path[operation.method.lower()] = _describe(operation)
         if operation.is_of_a_pool:
             path["servers"] = [{"url": "/"}, _MODEL_SERVER]
     token = {"type": "http", "scheme": "bearer", "description": f"The admin token, {TOKEN_VARIABLE}."}
@@ -107,7 +107,7 @@ _MODEL_SERVER: Schema = {
 }
 
 
-def _described(operation: Operation) -> dict[str, Any]:
+def _describe(operation: Operation) -> dict[str, Any]:
     """One operation of OpenAPI."""
     of_page = operation.answers
     answers = {status: _response(answer) for status, answer in of_page.items()}

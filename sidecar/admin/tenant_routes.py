@@ -62,7 +62,7 @@ class TenantRoutes:
         )
 
     async def _list(self, request: Request) -> Response:
-        registry = self._known()
+        registry = self._require()
         rows = registry.rows(request.query_params.get("after", ""), MOST_ROWS + 1)
         names = list(dict.fromkeys(row.tenant for row in rows))
         following = names[MOST_ROWS - 1] if len(names) > MOST_ROWS else None
@@ -70,27 +70,27 @@ class TenantRoutes:
         return json_answer(Tenants(shown, following, registry.version))
 
     async def _show(self, request: Request) -> Response:
-        registry, name = self._known(), request.path_params["name"]
+        registry, name = self._require(), request.path_params["name"]
         rows = registry.rows_named(name)
         if not rows:
             raise RefusedByPage(404, "unknown_tenant", f"no tenant is called {name!r}; {_NAMES}")
         return json_answer(Tenants(rows, None, registry.version))
 
     async def _put(self, request: Request) -> Response:
-        registry, replaces = self._known(), flag(request, "replace")
+        registry, replaces = self._require(), flag(request, "replace")
         text = await _body(request)
         try:
-            row = await _changed(lambda: registry.put(text, replaces=replaces))
+            row = await _change(lambda: registry.put(text, replaces=replaces))
         except InvalidTenant as invalid:
             raise RefusedByPage(400, "invalid_tenant", str(invalid)) from None
         return json_answer(Tenants([row], None, registry.version), 200 if replaces else 201)
 
     async def _remove(self, request: Request) -> Response:
-        registry, name = self._known(), request.path_params["name"]
-        await _changed(lambda: registry.remove(name))
+        registry, name = self._require(), request.path_params["name"]
+        await _change(lambda: registry.remove(name))
         return json_answer(Removed(name, registry.version))
 
-    def _known(self) -> StoredTenantsRegistry:
+    def _require(self) -> StoredTenantsRegistry:
         if self._registry is None:
             raise RefusedByPage(404, "no_stored_tenants", NO_STORED_TENANTS)
         return self._registry
@@ -108,7 +108,7 @@ async def _body(request: Request) -> bytes:
     return bytes(whole)
 
 
-async def _changed(change: Callable[[], Awaitable[_Answer]]) -> _Answer:
+async def _change(change: Callable[[], Awaitable[_Answer]]) -> _Answer:
     """The result of a change. Raises RefusedByPage."""
     try:
         return await change()

@@ -48,13 +48,13 @@ def run(args: argparse.Namespace) -> int:
     except PolicyError as refused:
         count = len(refused.problems)
         say(f"{refused}\n\n{count} mistake{'s' * (count != 1)}; the policy cannot be used", sys.stderr)
-        write_json(args.json, {"ok": False, "errors": _listed(refused.problems)})
+        write_json(args.json, {"ok": False, "errors": _list(refused.problems)})
         return 1
-    found = (*found, *warnings(loaded.policy, loaded.place), *_unbounded(loaded), *_without_store(loaded))
+    found = (*found, *warnings(loaded.policy, loaded.place), *_find_unbounded(loaded), *_without_store(loaded))
     return show(args.json, figures(loaded, found), lambda: [summary(loaded, found)])
 
 
-def _listed(problems: tuple[Problem, ...]) -> list[dict[str, Any]]:
+def _list(problems: tuple[Problem, ...]) -> list[dict[str, Any]]:
     return [
         {
             "file": problem.place.file if problem.place else None,
@@ -66,7 +66,7 @@ def _listed(problems: tuple[Problem, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def _unbounded(loaded: Loaded) -> Iterator[Problem]:
+def _find_unbounded(loaded: Loaded) -> Iterator[Problem]:
     """A pool whose requests the engine should bound, and does not. Mounted in the engine it does."""
     policy, path = loaded.policy, ("capacity",)
     if policy.engine_capacity is None or policy.rules.requests < UNLIMITED or policy.engine.reports_max_running:
@@ -127,7 +127,7 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "tenants": sorted(policy.named),
         "limits": {name: as_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
         "silent_alerts": silent_alerts(policy),
-        "warnings": _listed(found),
+        "warnings": _list(found),
     }
 
 

@@ -87,11 +87,11 @@ def _engines(fleet: FleetPolicy) -> Iterator[str]:
         yield from table([head, *rows], indent="  ")
     else:
         tokens, requests = _amounts(fleet.capacity)
-        yield f"  each: tokens {tokens}, requests {requests}, prefill {_bounded(fleet.prefill)}"
+        yield f"  each: tokens {tokens}, requests {requests}, prefill {_show(fleet.prefill)}"
 
 
 def _row(engine: EngineAddress) -> tuple[str, str, str, str]:
-    return (*_amounts(engine.capacity), _bounded(engine.prefill), f"{engine.speed / 1000:g}")
+    return (*_amounts(engine.capacity), _show(engine.prefill), f"{engine.speed / 1000:g}")
 
 
 def _amounts(capacity: Capacity) -> tuple[str, str]:
@@ -101,7 +101,7 @@ def _amounts(capacity: Capacity) -> tuple[str, str]:
     return tokens, requests
 
 
-def _bounded(amount: int) -> str:
+def _show(amount: int) -> str:
     return of.UNBOUNDED if amount == UNLIMITED else f"{amount:,}"
 
 

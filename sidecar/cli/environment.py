@@ -46,7 +46,7 @@ def from_environment(
         variable = variable_for(command, option)
         value = environment.get(variable, "")
         if value and not any(on_command_line.intersection(rival.option_strings) for rival in _rivals(parser, action)):
-            found += _written(parser, action, option, variable, value)
+            found += _list_values(parser, action, option, variable, value)
     return found
 
 
@@ -60,7 +60,7 @@ def _rivals(parser: argparse.ArgumentParser, action: argparse.Action) -> list[ar
     return [action, *(rival for group in groups if action in group for rival in group)]
 
 
-def _written(
+def _list_values(
     parser: argparse.ArgumentParser, action: argparse.Action, option: str, variable: str, value: str
 ) -> list[str]:
     if action.nargs == 0:

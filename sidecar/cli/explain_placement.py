@@ -23,7 +23,7 @@ def of_model(policy: Policy, model: str | None, body: bytes) -> Policy:
 
 def empty_pool(policy: Policy) -> Pool:
     """The pool of a policy before its first request. Where no engine is known yet, it is one of no bound."""
-    known = () if policy.engines is None else _known(policy.engines)
+    known = () if policy.engines is None else _find_engines(policy.engines)
     if policy.engines is None or not known:
         return Pool(policy)
     pool = Pool(policy, weight_percent=policy.engines.affinity.weight_percent)
@@ -36,7 +36,7 @@ def _offer(engine: EngineAddress) -> EngineOffer:
     return EngineOffer(f"{engine.name}#1", tokens, requests, engine.prefill)
 
 
-def _known(engines: FleetPolicy) -> Sequence[EngineAddress]:
+def _find_engines(engines: FleetPolicy) -> Sequence[EngineAddress]:
     """The engines that the policy names, or the one of the process that mounts the middleware."""
     if engines.mounted:
         return (EngineAddress(Discovery.MOUNTED.value, "", engines.capacity, engines.prefill),)
@@ -47,7 +47,7 @@ def placement(policy: Policy, pool: Policy, holds: Found) -> Found | None:
     """The engines for a request that holds so much, as JSON types; None for a pool with one engine of no name."""
     if policy.engines is None or pool.engines is None:
         return None
-    known = _known(pool.engines)
+    known = _find_engines(pool.engines)
     fits = [engine.name for engine in known if _holds(engine, holds)]
     return {
         "model": pool.pool.removeprefix(f"{policy.pool}/") if policy.models else None,

@@ -119,7 +119,7 @@ class RequestExplanation:
         self._found = {"path": path, "guarded": endpoint is not None, "mode": self._policy.mode.value}
         if endpoint is None:
             self._found["guarded_paths"] = sorted(self._policy.endpoints)
-            self._found["unguarded"] = self._unguarded(path)
+            self._found["unguarded"] = self._find_unguarded(path)
             return self._found
         self._found |= {"api": endpoint.api.value, "forward_to": endpoint.forward_to, "body_given": body is not None}
         try:
@@ -133,7 +133,7 @@ class RequestExplanation:
         model = next(iter(self._policy.models), "m")
         return SMALLEST[api].replace(b'"m"', json.dumps(model).encode(), 1)
 
-    def _unguarded(self, path: str) -> list[Found]:
+    def _find_unguarded(self, path: str) -> list[Found]:
         """Treatment of requests on an unguarded path, by where the middleware is mounted."""
         chosen, snapshot = self._policy.unguarded, self._snapshot
         lists_models = bool(self._policy.models) and is_model_list(path)
@@ -401,7 +401,7 @@ def _how_much(found: Found) -> list[str]:
         f"   the prompt is counted {how}"
         if holds["unsized"] is None
         else f"   {holds['unsized']} cannot be sized: it holds the most that one request may (unsized: hold)",
-        *_learned(holds),
+        *_describe_learning(holds),
         f"   {holds['requests']:,} of the pool's requests: {counted}",
         f"   tier {found['tier']} accepts {_size_limit(found['largest'], found['largest_by'])}",
     ]
@@ -423,7 +423,7 @@ def _timeouts(first_byte_s: float, between_bytes_s: float, total_s: float, *, st
     )
 
 
-def _learned(holds: Found) -> list[str]:
+def _describe_learning(holds: Found) -> list[str]:
     """That a running sidecar may hold another size, where it learns output lengths."""
     if holds["learn"] == Learn.OFF.value or holds["unsized"] is not None or not holds["output_tokens"]:
         return []

@@ -135,7 +135,7 @@ def _part(met: int, missed: int) -> str:
 
 def _details(report: ObservedReport) -> list[str]:
     named = [*(("tier", row) for row in report.tiers), *(("tenant", row) for row in report.tenants)]
-    lines = [f"refused of {kind} {_name(row)}: {_counted(row.refused)}" for kind, row in named if row.refused]
+    lines = [f"refused of {kind} {_name(row)}: {_list_codes(row.refused)}" for kind, row in named if row.refused]
     lines += [
         f"clamped to what {kind} {_name(row)} may have: {number:,} that asked for {tier}"
         for kind, row in named
@@ -146,7 +146,7 @@ def _details(report: ObservedReport) -> list[str]:
             tokens = ", ".join(f"{count(tokens)} of {tier}" for tier, tokens in row.served_ahead.items())
             lines.append(f"tokens that went ahead while {_name(row)} waited: {tokens}")
     if report.total.unknown:
-        lines.append(f"not known what would have become of: {_counted(report.total.unknown)}")
+        lines.append(f"not known what would have become of: {_list_codes(report.total.unknown)}")
     return lines + ([""] if lines else [])
 
 
@@ -154,7 +154,7 @@ def _time(seconds: float, *, is_least: bool = False) -> str:
     return f"{'> ' if is_least else ''}{short_duration(seconds)}" if seconds else "-"
 
 
-def _counted(by_code: Mapping[str, int]) -> str:
+def _list_codes(by_code: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {code}" for code, number in by_code.items())
 
 

@@ -48,14 +48,14 @@ def check_engines(policy: Policy, upstream: str | None) -> None:
 
 
 async def _check_one(policy: Policy, url: str) -> None:
-    seen = await _examined(policy, url)
+    seen = await _examine(policy, url)
     if seen is not None:
         _tell(f"the engine at {url}", seen)
 
 
 async def _check_each(policy: Policy, engines: Sequence[EngineAddress]) -> None:
     asked = engines[:MOST_ENGINES]
-    seen = await asyncio.gather(*(_examined(policy.of_engines([engine]), engine.url) for engine in asked))
+    seen = await asyncio.gather(*(_examine(policy.of_engines([engine]), engine.url) for engine in asked))
     places = await asyncio.gather(*(find_places(engine.url) for engine in asked))
     for engine, one in zip(asked, seen, strict=True):
         if one is not None:
@@ -65,7 +65,7 @@ async def _check_each(policy: Policy, engines: Sequence[EngineAddress]) -> None:
         _log.warning("the engines together: %s: %s", finding.text, finding.fix, extra={"event": "check"})
 
 
-async def _examined(policy: Policy, url: str) -> Examination | None:
+async def _examine(policy: Policy, url: str) -> Examination | None:
     key = secret_for_header(os.environ, ENGINE_KEY_VARIABLE)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     options = Options(url=url, policy=policy, headers=headers, reads_only=True)

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.report):
         require_writable(path)
     try:
-        setting, candidates = _prepared(args)
+        setting, candidates = _prepare(args)
     except (BadTrace, PolicyError, BadTier, BadEngineModel) as error:
         raise CommandFailed(str(error), 2) from None
     out: TextIO = sys.stderr if "-" in (args.json, args.report) else sys.stdout
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if written else 1
 
 
-def _prepared(args: argparse.Namespace) -> tuple[Setting, list[ComparedPolicy]]:
+def _prepare(args: argparse.Namespace) -> tuple[Setting, list[ComparedPolicy]]:
     trace = read_trace(args.trace)
     check(trace)
     paths = [*args.policies, *args.policy] or [policy_path(None)]

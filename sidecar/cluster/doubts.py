@@ -40,12 +40,12 @@ def doubts(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts], holds: Mapp
     """All doubts about these figures. `total` is the sum of `by_tier`."""
     if not holds and not total.unknown:
         return []
-    summed = _added_up(holds.values())
+    summed = _add_up(holds.values())
     of_all = [*_engine_doubts(summed), *_client_doubts(summed), *_unknown_doubts(total)]
     return [*of_all, *_tier_doubts(holds), *_tail_doubts(by_tier)]
 
 
-def _added_up(all_holds: Iterable[ShadowHolds]) -> ShadowHolds:
+def _add_up(all_holds: Iterable[ShadowHolds]) -> ShadowHolds:
     """The sum of all."""
     summed = ShadowHolds()
     for holds in all_holds:

@@ -197,10 +197,10 @@ def conclusion(mode: Mode, total: DryRunCounts, by_tier: Mapping[str, DryRunCoun
         if mode is Mode.PASS:
             return "Nothing is observed: every request passes (mode: pass)."
         return "Nothing is observed: this policy is enforced. Write `mode: observe` into it to see what it would do."
-    return " ".join([_refused(total, by_tier), _waited(total, by_tier), *_not_known(total)])
+    return " ".join([_describe_refused(total, by_tier), _describe_waits(total, by_tier), *_not_known(total)])
 
 
-def _refused(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
+def _describe_refused(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
     refused = sum(total.refused.values())
     sentence = f"Enforcing would have refused {_share_of_all(refused, total.requests)}"
     reasons = sorted(
@@ -213,7 +213,7 @@ def _refused(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
     return f"{sentence}: {', '.join(named)}." if named else f"{sentence}."
 
 
-def _waited(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
+def _describe_waits(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
     sentence = "No request would have waited and then been admitted"
     if total.waited:
         longest = max(by_tier, key=lambda name: by_tier[name].wait_max_us)

@@ -51,7 +51,7 @@ def _elsewhere(document: EngineDocument, theirs: Sequence[tuple[ReplicaReport, E
             by_state.setdefault("not listed", []).append(_who(report))
         elif (found.state in _USABLE) is not (document.state in _USABLE):
             by_state.setdefault(found.state, []).append(_who(report))
-    return "; ".join(f"{state} at {_named(replicas)}" for state, replicas in sorted(by_state.items()))
+    return "; ".join(f"{state} at {_join(replicas)}" for state, replicas in sorted(by_state.items()))
 
 
 def _latest(name: str, report: ReplicaReport) -> EngineReport | None:
@@ -63,7 +63,7 @@ def _who(report: ReplicaReport) -> str:
     return f"{report.host} {report.replica[:8]}"
 
 
-def _named(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     shown = ", ".join(names[:MOST_NAMED])
     return shown if len(names) <= MOST_NAMED else f"{shown} and {len(names) - MOST_NAMED} more"
 
@@ -103,7 +103,7 @@ def _names(report: ReplicaReport) -> frozenset[str] | None:
 
 def _difference(report: ReplicaReport, mine: frozenset[str], theirs: frozenset[str]) -> str:
     parts = [
-        f"{verb} {_named(sorted(names))}"
+        f"{verb} {_join(sorted(names))}"
         for verb, names in (("lacks", mine - theirs), ("has also", theirs - mine))
         if names
     ]

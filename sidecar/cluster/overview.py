@@ -165,9 +165,9 @@ class PoolOverview:
         """The dry-run report of this process."""
         at_s = self._now_s()
         report = self._own(self._sources.pool.state(), at_s)
-        return self._observed(report.replica, self._others(at_s), at_s)
+        return self._report_observed(report.replica, self._others(at_s), at_s)
 
-    def _observed(self, replica: str, others: Iterable[ReceivedReport], at_s: float) -> ObservedReport:
+    def _report_observed(self, replica: str, others: Iterable[ReceivedReport], at_s: float) -> ObservedReport:
         period = self._sources.observed(MOST_OBSERVED_TENANTS)
         not_counted = [it.report.replica for it in others if it.report.mode == Mode.OBSERVE.value]
         policy, guards = self._sources.policy(), self._sources.pool.guards()
@@ -250,10 +250,10 @@ class PoolOverview:
             recent=lately.buckets,
             overtaken_by=overtaken_by,
             is_at_limit=waits.is_at_limit,
-            guarded=self._guarded(share),
+            guarded=self._describe_guard(share),
         )
 
-    def _guarded(self, share: TierShare) -> str:
+    def _describe_guard(self, share: TierShare) -> str:
         if share.guard is None or share.slo.hold is None:
             return ""
         return as_guarded(share.guard, share.slo.hold, *self._guards.lately(share))
@@ -267,7 +267,7 @@ class PoolOverview:
         """Why the figures of the dry run are not to be trusted; empty where they are, or where nothing is observed."""
         if self._sources.policy().mode is not Mode.OBSERVE:
             return []
-        report = self._observed(replica, others, at_s)
+        report = self._report_observed(replica, others, at_s)
         return [f"the dry run is not to be trusted at this load: {doubt.reason}" for doubt in report.doubts]
 
     def _others(self, at_s: float) -> list[ReceivedReport]:

@@ -83,7 +83,7 @@ class Observability:
         self._pool, self._recent, self._waits = pool, recent, ModeWaits(pool)
         names = [tier.name for tier in policy.tiers]
         metrics = RequestMetrics(
-            policy.pool, tiers=names, measured=_measured(policy), tenants_shown=shown_tenants(environment)
+            policy.pool, tiers=names, measured=_find_measured(policy), tenants_shown=shown_tenants(environment)
         )
         self._dry_run, generations = self._dry_run_stats(controller), Generations()
         sources = self._sources(controller, metrics, journal)
@@ -251,7 +251,7 @@ def _place(pool: Pool, tiers: Sequence[str], record: RequestRecord) -> int | Non
     return pool.standing(tiers.index(record.tier), QueueMark(*mark)).ahead
 
 
-def _measured(policy: Policy) -> Sequence[str]:
+def _find_measured(policy: Policy) -> Sequence[str]:
     """The tiers whose service gain is measured."""
     return [tier.name for tier in policy.tiers if objective_for(tier) is not None]
 

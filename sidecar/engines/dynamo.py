@@ -97,7 +97,7 @@ class Dynamo(base.Engine):
     async def gauges(cls, pages: Pages) -> base.Gauges:
         """See `Engine.gauges`."""
         metrics = Metrics(await read_text(pages, cls.metrics_page))
-        workers = _available(metrics) if WORKERS in metrics else await _listed(pages)
+        workers = _available(metrics) if WORKERS in metrics else await _count_listed(pages)
         blocks = metrics.count("dynamo_frontend_model_total_kv_blocks")
         size = metrics.count("dynamo_frontend_model_kv_cache_block_size")
         return base.Gauges(
@@ -136,6 +136,6 @@ def _available(metrics: Metrics) -> int:
     )
 
 
-async def _listed(pages: Pages) -> int:
+async def _count_listed(pages: Pages) -> int:
     instances = mappings((await find_json(pages, "/health")).get("instances"))
     return sum(instance.get("endpoint") == "generate" for instance in instances) or 1

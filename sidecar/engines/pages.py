@@ -170,11 +170,11 @@ class Metrics:
     def _samples(self, name: str) -> Iterator[Sample]:
         lines = [line for line in self._lines if line.startswith(name) and len(line) <= _LONGEST_LINE]
         read = bisect.bisect_right(list(accumulate(map(len, lines))), _MOST_CHARACTERS)
-        parsed = (sample for line in lines[:read] for sample in _parsed(line))
+        parsed = (sample for line in lines[:read] for sample in _parse(line))
         return (sample for sample in parsed if sample.name == name and math.isfinite(sample.value))
 
 
-def _parsed(line: str) -> Sequence[Sample]:
+def _parse(line: str) -> Sequence[Sample]:
     from prometheus_client.parser import text_string_to_metric_families
 
     try:

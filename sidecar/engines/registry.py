@@ -31,14 +31,14 @@ def added(points: Iterable[EntryPoint]) -> list[type[Engine]]:
     engines = []
     for point in points:
         try:
-            engines.append(_loaded(point))
+            engines.append(_load(point))
         except Exception as mistake:  # noqa: PERF203  # each engine has its own
             message, fields = "the engine %s cannot be used: %s: %s", {"event": "engine_unusable"}
             _log.warning(message, point.value, type(mistake).__name__, mistake, extra=fields)
     return engines
 
 
-def _loaded(point: EntryPoint) -> type[Engine]:
+def _load(point: EntryPoint) -> type[Engine]:
     engine = point.load()
     if not (isinstance(engine, type) and issubclass(engine, Engine)):
         raise TypeError(f"{engine!r} is not a subclass of sidecar.engines.Engine")
@@ -46,14 +46,14 @@ def _loaded(point: EntryPoint) -> type[Engine]:
         raise TypeError("its `routes` or its `title` is missing")
     if engine.name in {one.name for one in BUILT_IN}:
         raise ValueError(f"the name {engine.name} is taken")
-    if not all(header.startswith(b"x-") and header == header.lower() for header in _untrusted(engine)):
+    if not all(header.startswith(b"x-") and header == header.lower() for header in _list_untrusted(engine)):
         raise ValueError("a header of it does not begin with x-, in lower case")
     if any(path[:1] != ("nvext",) for path in engine.untrusted_members):
         raise ValueError("of a request's body only `priority` and `nvext` are decoded")
     return engine
 
 
-def _untrusted(engine: type[Engine]) -> tuple[bytes, ...]:
+def _list_untrusted(engine: type[Engine]) -> tuple[bytes, ...]:
     return engine.untrusted_headers if engine.header is None else (engine.header, *engine.untrusted_headers)
 
 
@@ -62,7 +62,7 @@ ENGINES: Mapping[str, type[Engine]] = MappingProxyType(
 )
 """All engines by the name that a policy gives them."""
 
-_HEADERS = {header for engine in ENGINES.values() for header in _untrusted(engine)}
+_HEADERS = {header for engine in ENGINES.values() for header in _list_untrusted(engine)}
 CLIENT_HEADER_PREFIXES = tuple(sorted(header for header in _HEADERS if header.endswith(b"-")))
 CLIENT_HEADERS = frozenset(_HEADERS.difference(CLIENT_HEADER_PREFIXES))
 """Headers that some engine takes a priority or a trusted tenant from. None of them passes from a client."""

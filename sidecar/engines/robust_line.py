@@ -73,13 +73,13 @@ def fitted(points: Sequence[Point], samples: Sequence[Point] | None = None, defa
         base = weighted_median([(took - rate * size, 1 / usual.at(size)) for size, took in samples])
         line = Line(base, rate) if base >= 0 else Line(0.0, median([took / size for size, took in samples if size]))
         if line.base_us and line.slope_us:
-            line = _refined(line, samples)
+            line = _refine(line, samples)
     ratios = sorted([took / line.at(size) for size, took in samples])
     late = max(1.0, ratios[int(0.9 * (len(ratios) - 1))])
     return line._replace(late=late, is_slope_seen=slope is not None)
 
 
-def _refined(line: Line, samples: Sequence[Point]) -> Line:
+def _refine(line: Line, samples: Sequence[Point]) -> Line:
     """The line moved by least squares in relative errors, none of which counts for more than `MOST_ERRORS` usual ones.
 
     These are two steps of Huber's estimator from a start that wrong samples did not move (P. J. Bickel, "One-step Huber

@@ -127,7 +127,7 @@ class Sglang(base.Engine):
             waiting=waiting,
             # A rank counts the prompt that it computes in chunks neither here nor there.
             unfinished=total([running, waiting, len(loads)]),
-            preemptions=await _retracted(pages, cls.metrics_page),
+            preemptions=await _count_retracted(pages, cls.metrics_page),
         )
 
     @classmethod
@@ -158,7 +158,7 @@ class LaunchedSglang(Sglang):
         return base.Forward(is_handed_over=True)
 
 
-async def _retracted(pages: Pages, page: str) -> int | None:
+async def _count_retracted(pages: Pages, page: str) -> int | None:
     """Requests that were retracted from the running batch because the KV cache was full; None without that page.
 
     `sglang:num_retracted_reqs` is a gauge of one batch. The counter (`srt/observability/metrics_collector.py`:

@@ -69,13 +69,13 @@ class ExplanationBuilder:
             if record.classified is None
             else msgspec.convert(record.classified, RequestFacts, from_attributes=True),
             in_the_way=_in_the_way(record),
-            wait=self._waited(record, now_us),
+            wait=self._describe_wait(record, now_us),
             preempted=_gave_way(record, now_us),
             admitted=self._let_in(record),
             answered=None
             if record.first_byte is None
             else FirstByteDetails(record.wall_s(record.first_byte.at_us), record.first_byte.status),
-            ended=_ended(record),
+            ended=_describe_end(record),
             refused=_turned_away(record),
             dry_run=_dry_run(record),
             size=_size(record),
@@ -90,7 +90,7 @@ class ExplanationBuilder:
         at_s, engine = record.wall_s(admitted.at_us), _engine(admitted)
         return AdmissionDetails(at_s, admitted.level, risen_to, admitted.engine_priority, engine)
 
-    def _waited(self, record: RequestRecord, now_us: int) -> WaitDetails | None:
+    def _describe_wait(self, record: RequestRecord, now_us: int) -> WaitDetails | None:
         """None where it did not wait."""
         waited = record.waited
         if record.classified is None or (record.queued is None if waited is None else not waited.queue_wait_us):
@@ -202,7 +202,7 @@ def _in_the_way(record: RequestRecord) -> ObstacleDetails | None:
     return ObstacleDetails(record.wall_s(queued.at_us), queued.obstacle.value, queued.explanation)
 
 
-def _ended(record: RequestRecord) -> Ending | None:
+def _describe_end(record: RequestRecord) -> Ending | None:
     settled = record.settled
     if settled is None:
         return None

@@ -18,12 +18,12 @@ from sidecar.telemetry.request_record import REPLAYED_BECAUSE, failure_descripti
 
 def conclusion(story: Explanation) -> str:
     """How it fared up to now: what went wrong first, then the wait. Asks for everything but the conclusion."""
-    fared = _preempted(story) if story.preempted else _waited(story)
+    fared = _describe_preempted(story) if story.preempted else _describe_wait(story)
     broken = failure(story)
     return fared if broken is None else f"{broken}; {fared}"
 
 
-def _waited(story: Explanation) -> str:
+def _describe_wait(story: Explanation) -> str:
     wait = story.wait
     if wait is None:
         return _without_wait(story)
@@ -66,7 +66,7 @@ def _enforcing(dry_run: DryRunDetails, story: Explanation) -> str:
             return f"what enforcing would have done is not known: {dry_run.code}"
 
 
-def _preempted(story: Explanation) -> str:
+def _describe_preempted(story: Explanation) -> str:
     """One that had to begin anew: attempt by attempt, then who went ahead in all that time."""
     *before, last = story.preempted
     is_waiting = story.state == "waiting"

@@ -180,7 +180,7 @@ class AffinityPredictor:
         if engine_id is None or table is None:
             return  # never sent, or its engine is gone
         table.end(prediction._chain, output_tokens)
-        cached = None if prompt_tokens is None else self._cached(table, prediction.api, cached_tokens)
+        cached = None if prompt_tokens is None else self._count_cached(table, prediction.api, cached_tokens)
         if prompt_tokens and cached is not None and prediction._sent is not None and prediction._is_comparable:
             table.learn(prediction._chain, prediction._sent, prompt_tokens, min(cached, prompt_tokens))
         if prediction._name is not None:
@@ -218,7 +218,7 @@ class AffinityPredictor:
         prediction.hits = tuple(hits[:MOST_HITS])
 
     @staticmethod
-    def _cached(table: PrefixTable, api: Api, cached_tokens: int | None) -> int | None:
+    def _count_cached(table: PrefixTable, api: Api, cached_tokens: int | None) -> int | None:
         """The engine's count. Engines that report one leave it out where it is 0 (vLLM, SGLang)."""
         if api in table.reporting:
             return cached_tokens or 0

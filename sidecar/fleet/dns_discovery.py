@@ -82,7 +82,7 @@ class DnsDiscovery(FollowedDiscovery):
 
     async def look_once(self) -> Sequence[EngineAddress]:
         """The engines that DNS names now. Raises LookupFailed."""
-        return self._named(await self._lookup())
+        return self._name_engines(await self._lookup())
 
     def change(self, capacity: Capacity, prefill: int) -> None:
         """Every engine has another capacity from now on."""
@@ -98,7 +98,7 @@ class DnsDiscovery(FollowedDiscovery):
             self._failed(str(trouble))
             refresh_s = refresh_s if self.engines else min(refresh_s, SHORTEST_S)
         else:
-            self._answered(self._named(found), found.remark)
+            self._answered(self._name_engines(found), found.remark)
             if found.ttl_s is not None:
                 refresh_s = min(refresh_s, max(SHORTEST_S, found.ttl_s))
         return refresh_s * random.uniform(0.9, 1)  # many replicas do not ask at one moment
@@ -109,7 +109,7 @@ class DnsDiscovery(FollowedDiscovery):
             raise LookupFailed("the answer is empty")
         return found
 
-    def _named(self, found: Lookup) -> list[EngineAddress]:
+    def _name_engines(self, found: Lookup) -> list[EngineAddress]:
         return [self._engine(name) for name in sorted({_name(host, port) for host, port in found.hosts})]
 
     def _engine(self, name: str) -> EngineAddress:
@@ -168,7 +168,7 @@ class SrvLookup:
         import dns.resolver
 
         try:
-            self._resolver = self._resolver or self._made()
+            self._resolver = self._resolver or self._make_resolver()
             answer = await self._resolver.resolve(
                 service.name, dns.rdatatype.SRV, search=True, lifetime=LOOKUP_WITHIN_S, raise_on_no_answer=False
             )
@@ -189,7 +189,7 @@ class SrvLookup:
         remark = f"DNS for {service} names what is no host, and is left out: {left_out[0]!a}" if left_out else None
         return Lookup(hosts, None if answer.rrset is None else float(answer.rrset.ttl), remark)
 
-    def _made(self) -> dns.asyncresolver.Resolver:
+    def _make_resolver(self) -> dns.asyncresolver.Resolver:
         import dns.asyncresolver
         import dns.nameserver
 

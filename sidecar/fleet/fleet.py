@@ -136,7 +136,7 @@ class Fleet:
         return (f"no engine takes new requests: {self._why()}",)
 
     def _why(self) -> str:
-        return _shortened([f"{member.name}: {member.reason or member.state.value}" for member in self.members()], "; ")
+        return _shorten([f"{member.name}: {member.reason or member.state.value}" for member in self.members()], "; ")
 
     def notices(self) -> Sequence[str]:
         """Notices for the operator, one sentence each; of many engines in trouble, the first ones."""
@@ -249,7 +249,7 @@ class Fleet:
 
     def _apply(self) -> None:
         """Follows an answer of discovery. No request ends by it."""
-        wanted, problems = self._wanted()
+        wanted, problems = self._find_wanted()
         for name, member in list(self._members.items()):
             if name not in wanted or wanted[name].url != member.address.url:
                 del self._members[name]
@@ -263,7 +263,7 @@ class Fleet:
         self._refused = tuple(problems)
         self._report()
 
-    def _wanted(self) -> tuple[dict[str, EngineAddress], list[str]]:
+    def _find_wanted(self) -> tuple[dict[str, EngineAddress], list[str]]:
         """The engines to have, by name: of too many first those that are there already, and then by name."""
         found = {engine.name: engine for engine in self.discovery.engines}
         most, problems = self.settings.most_engines, []
@@ -319,6 +319,6 @@ class Fleet:
         self.on_state()
 
 
-def _shortened(parts: Sequence[str], between: str) -> str:
+def _shorten(parts: Sequence[str], between: str) -> str:
     shown = between.join(parts[:3])
     return shown if len(parts) <= 3 else f"{shown}{between}and {len(parts) - 3} more"

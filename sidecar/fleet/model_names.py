@@ -39,7 +39,7 @@ class ModelNames:
         if model is not None:
             return model
         if not named:
-            raise InvalidBody(f"model: missing; send one of {self._listed()}", param="model")
+            raise InvalidBody(f"model: missing; send one of {self._list()}", param="model")
         raise self.not_found(named)
 
     def meant(self, named: str | None) -> str | None:
@@ -51,10 +51,10 @@ class ModelNames:
     def not_found(self, named: str) -> ModelNotFound:
         """The refusal of a name that no pool serves."""
         return ModelNotFound(
-            f"no pool serves the model {quoted(named[:_SHOWN])}; send one of {self._listed()}", param="model"
+            f"no pool serves the model {quoted(named[:_SHOWN])}; send one of {self._list()}", param="model"
         )
 
-    def _listed(self) -> str:
+    def _list(self) -> str:
         listed = ", ".join(self.models[:MOST_NAMED])
         more = len(self.models) - MOST_NAMED
         return listed if more <= 0 else f"{listed} and {more} more (GET /v1/models lists them)"

@@ -61,7 +61,7 @@ async def _by_model(
     with suppress(asyncio.TimeoutError):
         most_s = front.policy.body_timeout_s if endpoint is None else None
         body = await asyncio.wait_for(_body(front.policy.max_body_bytes, receive, read), most_s)
-    model = None if body is None else front.names.meant(_named(front, scope["headers"], body))
+    model = None if body is None else front.names.meant(_find_name(front, scope["headers"], body))
     return front if model is None else front.controllers[model], _again(read, receive)
 
 
@@ -69,7 +69,7 @@ class _Named(msgspec.Struct):
     model: str | None = None
 
 
-def _named(front: ModelsController, headers: Headers, body: bytes) -> str | None:
+def _find_name(front: ModelsController, headers: Headers, body: bytes) -> str | None:
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, AdmissionError):
         if (packed := packed_body(headers, front.policy.max_body_bytes)) is not None:
             body = packed.feed(body, is_last=True)

@@ -44,7 +44,7 @@ def change_fleet(fleet: Fleet, policy: Policy, model: str | None = None) -> None
     elif isinstance(discovery, DnsDiscovery):
         discovery.change(policy.engines.capacity, policy.engines.prefill)
     elif isinstance(discovery, StaticDiscovery):
-        discovery.change(_named(policy.engines.static, names))
+        discovery.change(_select(policy.engines.static, names))
 
 
 def _names(policy: Policy, model: str | None) -> Collection[str] | None:
@@ -65,12 +65,12 @@ def _discovery(policy: Policy, names: Collection[str] | None) -> EngineDiscovery
         return FileDiscovery(engines.file, partial(_read, policy, names))
     if engines.dns is not None:
         return DnsDiscovery(engines.dns, engines.capacity, engines.prefill)
-    return StaticDiscovery(_named(engines.static, names))
+    return StaticDiscovery(_select(engines.static, names))
 
 
 def _read(policy: Policy, names: Collection[str] | None, path: Path) -> Sequence[EngineAddress]:
-    return _named(read_engine_list(policy, path), names)
+    return _select(read_engine_list(policy, path), names)
 
 
-def _named(engines: Sequence[EngineAddress], names: Collection[str] | None) -> Sequence[EngineAddress]:
+def _select(engines: Sequence[EngineAddress], names: Collection[str] | None) -> Sequence[EngineAddress]:
     return engines if names is None else [engine for engine in engines if engine.name in names]

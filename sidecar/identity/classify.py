@@ -165,14 +165,14 @@ class Classifier:
         `TokenVerifier.claims` raises.
         """
         try:
-            return self._named(headers, scope, pairs)
+            return self._find_tenant(headers, scope, pairs)
         except InvalidApiKey as refusal:
             places = self.unread(headers, scope.get("query_string", b""))
             if type(refusal) is not InvalidApiKey or not places:
                 raise
             raise InvalidApiKey(f"{refusal.message} (a known key in {', '.join(places)} does not count)") from None
 
-    def _named(self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any], pairs: Headers) -> Tenant:
+    def _find_tenant(self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any], pairs: Headers) -> Tenant:
         answer, gateway = named_by_app.get(), self._gateway
         if answer is not None:
             return self._tenant_by_app(answer)
@@ -340,9 +340,9 @@ class Classifier:
     def _answer(self, source: TierSource, where: str, value: object, raw: bytes) -> SourceAnswer:
         """The level of a tier's name, or of a number in [0, 1] with 1 the most important, rounded to the nearest."""
         if isinstance(value, str) and (level := self._policy.level_for(value)) is not None:
-            return SourceAnswer(source, level, where, _shown(raw))
+            return SourceAnswer(source, level, where, _show(raw))
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
-            return SourceAnswer(source, self._last - floor(value * self._last + 0.5), where, _shown(raw))
+            return SourceAnswer(source, self._last - floor(value * self._last + 0.5), where, _show(raw))
         tiers, is_body = ", ".join(tier.name for tier in self._policy.tiers), source is TierSource.BODY
         is_engines = is_body and TierSource.ENGINE in self._policy.sources and Carrier.BODY in self._dialect.carriers
         number = (
@@ -351,9 +351,9 @@ class Classifier:
             else "a number from 0 to 1 (1 is the most important)"
         )
         refusal = UnknownTier(
-            f"{where}: {_shown(raw)} is not a tier; send one of {tiers}, or {number}", param=where if is_body else None
+            f"{where}: {_show(raw)} is not a tier; send one of {tiers}, or {number}", param=where if is_body else None
         )
-        return SourceAnswer(source, None, where, _shown(raw), refusal)
+        return SourceAnswer(source, None, where, _show(raw), refusal)
 
 
 def api_key(headers: Mapping[bytes, bytes]) -> bytes | None:
@@ -384,6 +384,6 @@ def _unread_keys(headers: Mapping[bytes, bytes], query: bytes, tenants: Mapping[
     return found
 
 
-def _shown(raw: bytes) -> str:
+def _show(raw: bytes) -> str:
     text = raw.decode("utf-8", "replace")
     return text if len(text) <= 40 else text[:40] + "…" + '"' * text.startswith('"')

@@ -87,7 +87,7 @@ class IssuerKeys:
         Raises KeysNeeded where a fetch might bring it, IssuerUnavailable where the last fetch failed.
         """
         self.refresh_if_due()
-        found = self._found(key_id)
+        found = self._find(key_id)
         if found is not None:
             return found
         if self._keys and key_id is None:
@@ -112,7 +112,7 @@ class IssuerKeys:
         self._next_s = self._clock() + LEAST_INTERVAL_S
         try:
             entries = public_keys(await self._read())[:MOST_KEYS]
-            keys = _imported(entries)
+            keys = _import_keys(entries)
             if not keys:
                 raise ValueError("has no key that can check a signature")
         except asyncio.TimeoutError:
@@ -127,7 +127,7 @@ class IssuerKeys:
             self.changes += 1
             _log.info("%d keys of the tokens' issuer from %s", len(keys), self.place, extra={"event": "issuer_keys"})
 
-    def _found(self, key_id: str | None) -> Any:
+    def _find(self, key_id: str | None) -> Any:
         if key_id is not None:
             return self._keys.get(key_id)
         return next(iter(self._keys.values())) if len(self._keys) == 1 else None
@@ -165,7 +165,7 @@ class IssuerKeys:
         self._due_s = self._clock() + LEAST_INTERVAL_S
 
 
-def _imported(entries: list[Mapping[str, object]]) -> dict[str, Any]:
+def _import_keys(entries: list[Mapping[str, object]]) -> dict[str, Any]:
     """The keys that can check a signature, by their ids; one without an id has its place in the list instead."""
     found: dict[str, Any] = {}
     for place, entry in enumerate(entries):

@@ -60,13 +60,13 @@ class TokenVerifier:
                 self._keys.refresh_if_due()
                 return kept
             del self._kept[digest]
-        claims = self._verified(token)
+        claims = self._verify(token)
         if len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]  # the oldest
         self._kept[digest] = claims
         return claims
 
-    def _verified(self, token: bytes) -> Claims:
+    def _verify(self, token: bytes) -> Claims:
         if len(token) > MOST_TOKEN_BYTES:
             raise InvalidToken(f"the token is larger than {MOST_TOKEN_BYTES} bytes; send a smaller one")
         header_part, payload_part, _ = token.split(b".")

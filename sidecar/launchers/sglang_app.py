@@ -17,7 +17,7 @@ from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.compiler import load
 
 
-def _mounted() -> Any:
+def _mount() -> Any:
     app = importlib.import_module("sglang.srt.entrypoints.http_server").app
     if load(os.environ[POLICY_VARIABLE]).engine is NoPriorityEngine:
         app.add_middleware(AdmissionMiddleware, is_launched=True)
@@ -27,4 +27,4 @@ def _mounted() -> Any:
     return app
 
 
-app = _mounted()
+app = _mount()

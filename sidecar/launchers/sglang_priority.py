@@ -25,7 +25,7 @@ def hand_over_in(manager_class: type[Any]) -> None:
 
     Raises CannotLaunch where the class is no longer as it was read.
     """
-    set_default = _checked(manager_class)
+    set_default = _check(manager_class)
 
     @functools.wraps(set_default)
     def set_granted_priority(self: Any, obj: Any) -> Any:
@@ -38,7 +38,7 @@ def hand_over_in(manager_class: type[Any]) -> None:
     setattr(manager_class, _METHOD, set_granted_priority)
 
 
-def _checked(manager_class: type[Any]) -> Any:
+def _check(manager_class: type[Any]) -> Any:
     """The method as it is. Raises CannotLaunch where it is not called for every request with the request alone."""
     method = inspect.unwrap(getattr(manager_class, _METHOD, _missing))
     generate = inspect.unwrap(getattr(manager_class, "generate_request", _missing))

@@ -86,33 +86,33 @@ class HeldLease(TurnUser):
     @property
     def level(self) -> int:
         """The level it was admitted at, 0 for the most important: less than its tier's where it waited for long."""
-        return self._granted().level
+        return self._require_grant().level
 
     @property
     def priority(self) -> int | float:
         """Priority of the request for the engine, in its own range and direction."""
-        return self._snapshot.priorities[self._granted().level]
+        return self._snapshot.priorities[self._require_grant().level]
 
     @property
     def queue_wait_s(self) -> float:
         """How long it waited, in seconds."""
-        return self._granted().queue_wait_us / 1e6
+        return self._require_grant().queue_wait_us / 1e6
 
     @property
     def starvation_s(self) -> float:
         """How long it waited after a later request was admitted first, in seconds."""
-        return self._granted().starvation_us / 1e6
+        return self._require_grant().starvation_us / 1e6
 
     @property
     def engine(self) -> str | None:
         """The engine that the request is to be sent to, by its name in the policy; None in a pool of one engine."""
-        engine = self._granted().engine
+        engine = self._require_grant().engine
         return None if engine is None else engine.partition("#")[0]
 
     @property
     def engine_url(self) -> str | None:
         """The address of that engine; None in a pool of one engine."""
-        engine, routing = self._granted().engine, self._controller.routing
+        engine, routing = self._require_grant().engine, self._controller.routing
         return None if engine is None or routing is None else routing.url_for(engine)
 
     # -- what the holder says
@@ -162,7 +162,7 @@ class HeldLease(TurnUser):
             self._lease.keep()
             self._lease.prefilled()
 
-    def _granted(self) -> Grant:
+    def _require_grant(self) -> Grant:
         if self._grant is None:
             raise RuntimeError("the lease was not admitted: use it inside of its block")
         return self._grant

@@ -26,12 +26,12 @@ def bucket_for(traits: Traits, most: int | None) -> str:
         effort = "other"
     size = len(_SIZES) + 1 if most is None else bisect_left(_SIZES, most)
     if not tools or choice == "none":
-        return _named("", effort, bool(has_format), bool(has_stop), size)
-    return _named("tools forced" if choice in _FORCED else "tools", effort, bool(has_format), bool(has_stop), size)
+        return _name("", effort, bool(has_format), bool(has_stop), size)
+    return _name("tools forced" if choice in _FORCED else "tools", effort, bool(has_format), bool(has_stop), size)
 
 
 @cache  # its arguments are classes already, never what a client wrote
-def _named(tools: str, effort: str | None, has_format: bool, has_stop: bool, size: int) -> str:
+def _name(tools: str, effort: str | None, has_format: bool, has_stop: bool, size: int) -> str:
     parts = [
         tools,
         "" if effort is None else f"effort {effort}",

@@ -128,7 +128,7 @@ class LengthEstimator:
             learned = self._look_up(place)
         kept = learned.kept
         if generated or quantile not in kept or learned.samples + learned.censored >= learned.stale_from:
-            return self._made(place, quantile, generated)
+            return self._make(place, quantile, generated)
         return kept[quantile]
 
     def _look_up(self, place: KnownLengths) -> _Learned:
@@ -136,7 +136,7 @@ class LengthEstimator:
         place.learned = learned = _NOTHING if known is None else known.keys.get(place.key, _NOTHING)
         return learned
 
-    def _made(self, place: KnownLengths, quantile: float, generated: int) -> Estimate | None:
+    def _make(self, place: KnownLengths, quantile: float, generated: int) -> Estimate | None:
         """The estimate. That of a whole length is kept: every new request asks for one."""
         learned = place.learned
         if learned.samples < ENOUGH:

@@ -62,7 +62,7 @@ def _zstd() -> _Coding | None:
     return _Coding(begin, 128, library.ZstdError)
 
 
-def _known() -> Mapping[str, _Coding]:
+def _find_codings() -> Mapping[str, _Coding]:
     """The codings that are read here. Deflate's most is a ratio of 1032."""
     gzip, zstd = _Coding(partial(zlib.decompressobj, wbits=16 + zlib.MAX_WBITS), 4096, zlib.error), _zstd()
     return {"gzip": gzip, "x-gzip": gzip, **({} if zstd is None else {"zstd": zstd})}
@@ -155,7 +155,7 @@ def packed_body(headers: Sequence[tuple[bytes, bytes]], most_bytes: int) -> Pack
     names = [name for coding in codings if (name := coding.strip()) not in (b"", b"identity")]
     if not names:
         return None
-    known = _known()
+    known = _find_codings()
     unknown = next((name for name in names if name.decode("latin-1") not in known), None)
     if unknown is not None or len(names) > _MOST_CODINGS:
         shown = b", ".join(names) if unknown is None else unknown

@@ -275,13 +275,13 @@ def _once_each(members: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(members)
     if len(found) < len(members):
         twice = next(key for index, (key, _) in enumerate(members) if key in dict(members[:index]))
-        raise InvalidBody(f"{_shown(twice)}: given twice; send it once")
+        raise InvalidBody(f"{_shorten(twice)}: given twice; send it once")
     return found
 
 
 def _chat(fields: _Chat, _others: Carried) -> Payload:
     messages = _required_list("messages", fields.messages)
-    tools = b"" if fields.tools is _UNSET else _given(fields.tools)
+    tools = b"" if fields.tools is _UNSET else _read(fields.tools)
     newer, older = fields.max_completion_tokens, fields.max_tokens
     if newer is None:
         most = _maximum("max_tokens", older)
@@ -296,7 +296,7 @@ def _chat(fields: _Chat, _others: Carried) -> Payload:
     if fields.n is not None or fields.best_of is not None:
         _add_choices(payload, fields.n, fields.best_of)
     if fields.response_format is not _UNSET:
-        _add_format(payload, _given(fields.response_format))
+        _add_format(payload, _read(fields.response_format))
     if fields.stream_options is not _UNSET:
         payload.stream_options = bytes(fields.stream_options)
     return payload
@@ -317,31 +317,31 @@ def _completion(fields: _Completion, others: Carried) -> Payload:
 
 
 def _response(fields: _Response, others: Carried) -> Payload:
-    source, tools = _given(fields.input), _given(fields.tools)
+    source, tools = _read(fields.input), _read(fields.tools)
     if source[:1] not in (b'"', b"[") and (source or not others.unsized):
         raise InvalidBody(f"input: {'of the wrong type' if source else 'missing'}; {_HINTS['input']}", param="input")
     if source[:1] == b"[":
         _required_list("input", fields.input)
     most = _maximum("max_output_tokens", fields.max_output_tokens)
-    payload = _conversation(fields, (source, _given(fields.instructions)), tools, most)
+    payload = _conversation(fields, (source, _read(fields.instructions)), tools, most)
     if fields.background is not _UNSET:
-        payload.background = _flag("background", _given(fields.background))
-        payload.names_response = bool(_given(fields.request_id))
-    _add_format(payload, _given(fields.text))
+        payload.background = _flag("background", _read(fields.background))
+        payload.names_response = bool(_read(fields.request_id))
+    _add_format(payload, _read(fields.text))
     if tools:  # a tool that the server runs itself means one more prompt, and `usage` has the sum
         payload.is_understood = False
     return payload
 
 
 def _message(fields: _Message, _others: Carried) -> Payload:
-    parts = (_required_list("messages", fields.messages), _given(fields.system))
-    return _conversation(fields, parts, _given(fields.tools), _maximum("max_tokens", fields.max_tokens))
+    parts = (_required_list("messages", fields.messages), _read(fields.system))
+    return _conversation(fields, parts, _read(fields.tools), _maximum("max_tokens", fields.max_tokens))
 
 
 def _embedding(fields: _Embedding, _others: Carried) -> Payload:
     if fields.input is not None:
         payload = _prompts(fields, "input", fields.input)
-    elif _given(fields.messages):  # some engines embed a conversation
+    elif _read(fields.messages):  # some engines embed a conversation
         payload = _conversation(fields, (_required_list("messages", fields.messages),))
     else:
         raise InvalidBody("input: missing; send a string, a list of strings, or token ids", param="input")
@@ -367,7 +367,7 @@ def _conversation(fields: _Fields, parts: tuple[bytes, ...], tools: bytes = b"",
             size = measured(part)
             text_bytes, media, unsized = text_bytes + size.text_bytes, media + size.media, unsized or size.unsized
             references += size.tool_references
-    payload = Payload(fields.model, fields.stream is True, most, text_bytes, (*parts, _written(tools)))
+    payload = Payload(fields.model, fields.stream is True, most, text_bytes, (*parts, _to_text(tools)))
     if media or unsized is not None:
         payload.prompt_tokens, payload.unsized, payload.is_understood = media * MEDIA_TOKENS, unsized, False
     if references:  # the definition of any of its tools, each time
@@ -379,7 +379,7 @@ def _conversation(fields: _Fields, parts: tuple[bytes, ...], tools: bytes = b"",
     return payload
 
 
-def _written(raw: bytes) -> str:
+def _to_text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
 
@@ -397,7 +397,7 @@ def _add_others(payload: Payload, fields: _Fields, others: Carried) -> None:
     payload.priority = None if fields.priority is _UNSET else bytes(fields.priority)
     payload.nvext = None if fields.nvext is _UNSET else bytes(fields.nvext)
     payload.prompt_bytes += sum(map(json_bytes, others.texts))
-    payload.parts = (*payload.parts, *map(_written, others.texts))
+    payload.parts = (*payload.parts, *map(_to_text, others.texts))
     payload.prompt_tokens += others.tokens
     payload.prompts = max(payload.prompts, others.prompts)
     payload.unread_bytes += others.unread_bytes
@@ -410,15 +410,15 @@ def _traits(fields: _Fields, others: Carried, of_api: Traits) -> Traits:
     """The traits `of_api`, tools and a format, with those that the fields of every API say."""
     effort: str | None = None
     if fields.reasoning_effort is not _UNSET:
-        effort = read_effort(_given(fields.reasoning_effort))
+        effort = read_effort(_read(fields.reasoning_effort))
     elif fields.reasoning is not _UNSET:
-        effort = read_reasoning_effort(_given(fields.reasoning))
+        effort = read_reasoning_effort(_read(fields.reasoning))
     elif fields.thinking is not _UNSET:
-        effort = read_thinking_effort(_given(fields.thinking))
+        effort = read_thinking_effort(_read(fields.thinking))
     if effort is None and others.template_arguments:
         effort = read_template_effort(others.template_arguments)
-    choice = None if fields.tool_choice is _UNSET else read_choice(_given(fields.tool_choice))
-    has_stop = is_given(_given(fields.stop)) or is_given(_given(fields.stop_sequences))
+    choice = None if fields.tool_choice is _UNSET else read_choice(_read(fields.tool_choice))
+    has_stop = is_given(_read(fields.stop)) or is_given(_read(fields.stop_sequences))
     if effort is None and choice is None and not has_stop:
         return of_api
     return of_api._replace(effort=effort, tool_choice=choice, stop=has_stop)
@@ -469,7 +469,7 @@ def _required_list(name: str, raw: _Raw) -> bytes:
     return given
 
 
-def _given(raw: _Raw) -> bytes:
+def _read(raw: _Raw) -> bytes:
     """The bytes of a field, empty where it is absent or null."""
     if raw is _UNSET:
         return b""
@@ -507,9 +507,9 @@ def _count(least: int, name: str, value: _Count) -> int | None:
             raise InvalidBody(f"{name}: expected a whole number, got {value:g}", param=name)
         value = int(value)
     if value < least:
-        raise InvalidBody(f"{name}: {_shown(str(value))} is too small; send {max(1, least)} or more", param=name)
+        raise InvalidBody(f"{name}: {_shorten(str(value))} is too small; send {max(1, least)} or more", param=name)
     if value > LARGEST_COUNT:
-        raise InvalidBody(f"{name}: {_shown(str(value))} is too large; send {LARGEST_COUNT} or less", param=name)
+        raise InvalidBody(f"{name}: {_shorten(str(value))} is too large; send {LARGEST_COUNT} or less", param=name)
     return value
 
 
@@ -518,7 +518,7 @@ def _maximum(name: str, value: _Count) -> int | None:
     return _count(0, name, value) or None
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= 20 else text[:20] + "…"
 
 

@@ -91,7 +91,7 @@ def prompt_bytes(api: Api, body: bytes) -> PromptBytes:
     if api is Api.EMBEDDINGS:  # engines keep no prefixes of pooling requests
         return NO_PROMPT
     try:
-        return _decoded(api, body) if len(body) <= LONGEST_DECODED else _undecoded(api, body)
+        return _decode(api, body) if len(body) <= LONGEST_DECODED else _scan(api, body)
     except (msgspec.MsgspecError, RecursionError, UnicodeError, TypeError):
         return NO_PROMPT
 
@@ -101,7 +101,7 @@ def short_name(value: object) -> str | None:
     return value if isinstance(value, str) and 0 < len(value) <= LONGEST_NAME else None
 
 
-def _decoded(api: Api, body: bytes) -> PromptBytes:
+def _decode(api: Api, body: bytes) -> PromptBytes:
     fields = _decode_body(body)
     root = _root(api, fields)
     is_single = True
@@ -182,7 +182,7 @@ _PROMPT_NAMES: dict[Api, bytes] = {
 }
 
 
-def _undecoded(api: Api, body: bytes) -> PromptBytes:
+def _scan(api: Api, body: bytes) -> PromptBytes:
     """A long body from its prompt's name on. In a string the name's quotes are escaped, so it is not found there.
 
     Its salt and its model count as in a short one: else a client with another salt each time would seem to be cached,

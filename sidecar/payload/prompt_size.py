@@ -370,13 +370,13 @@ def _texts(part: bytes) -> Iterator[str | Reference | None]:
 
 def _media(item: dict[str, object], place: _Place) -> Set[str]:
     """The members of a part that are media, whatever its type."""
-    media = _given(item, MEDIA_FIELDS)
+    media = _find_given(item, MEDIA_FIELDS)
     if place is _IN_PART:
         media |= {name for name in item.keys() & _ENCODED if _is_data_url(item[name])}
     return media
 
 
-def _given(item: dict[str, object], names: Set[str]) -> Set[str]:
+def _find_given(item: dict[str, object], names: Set[str]) -> Set[str]:
     """Members that are given. A null is one only beside the `uuid` of a medium that the engine has seen before."""
     found = item.keys() & names
     if found and item.get("uuid") is None:
@@ -397,7 +397,7 @@ def _is_data_url(value: object) -> bool:
 
 def _reference(kind: str, item: dict[str, object]) -> Reference | None:
     """The reference in a part, which its bytes cannot size. A medium that is no file counts the same everywhere."""
-    if tensors := _given(item, _TENSORS):
+    if tensors := _find_given(item, _TENSORS):
         return Reference(min(tensors))
     if kind in _REFERENCES:
         return Reference(kind)

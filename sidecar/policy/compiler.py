@@ -70,11 +70,11 @@ def load_files(path: str | FilePath) -> Loaded:
         raise PolicyError([document.problem(("tenant",), _A_TENANT)])
     around = Context(tuple(entries(document.data, "tiers")), file.parent)
     tenants, missing = _tenant_documents(document, file.parent)
-    pool, problems = _validated(PoolFile, document, around)
+    pool, problems = _validate(PoolFile, document, around)
     problems += [*pool_problems(document), *missing]
     bodies: list[Tenant] = []
     for tenant in tenants:
-        body, wrong = _validated(Tenant, tenant, around)
+        body, wrong = _validate(Tenant, tenant, around)
         problems += wrong
         bodies += [body] if body else []
     problems += tenant_problems(document, tenants)
@@ -108,7 +108,7 @@ def _tenant_documents(pool: Document, folder: FilePath) -> tuple[list[Document],
     return [read(FilePath(name)) for name in files], [pool.problem(("tenants",), reason) for reason in reasons]
 
 
-def _validated(kind: type[M], document: Document, around: Context) -> tuple[M | None, list[Problem]]:
+def _validate(kind: type[M], document: Document, around: Context) -> tuple[M | None, list[Problem]]:
     if document.data is None:
         return None, list(document.problems)
     found, mistakes = read_record(kind, document.data, around)
@@ -136,7 +136,7 @@ def _digest(documents: list[Document]) -> str:
 
 def resolve(pool: PoolFile, tenants: Sequence[Tenant], generation: str) -> Policy:
     """The policy of files that were found to be without mistakes; `generation` says which version of them it is."""
-    fleet = None if pool.engines is None else _probed(pool.engines, pool)
+    fleet = None if pool.engines is None else _set_health_page(pool.engines, pool)
     made = {
         "engines": fleet,
         "tiers": tuple(
@@ -153,7 +153,7 @@ def resolve(pool: PoolFile, tenants: Sequence[Tenant], generation: str) -> Polic
     )
 
 
-def _probed(fleet: FleetPolicy, pool: PoolFile) -> FleetPolicy:
+def _set_health_page(fleet: FleetPolicy, pool: PoolFile) -> FleetPolicy:
     """The fleet, whose health page is the engine's own where the policy names none."""
     return replace(fleet, health=replace(fleet.health, path=fleet.health.path or pool.engine.health_page))
 
@@ -173,7 +173,7 @@ def read_engine_list(policy: Policy, file: FilePath) -> tuple[EngineAddress, ...
     fleet = policy.engines
     assert fleet is not None
     document = read(file)
-    found, problems = _validated(EngineListFile, document, Context((), file.parent))
+    found, problems = _validate(EngineListFile, document, Context((), file.parent))
     if document.data is not None:
         wrong = list_mistakes(document.data, policy.engine.name, in_one_pool=not policy.models)
         problems += [document.problem(*one) for one in wrong]

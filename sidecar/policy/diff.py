@@ -60,14 +60,14 @@ class _Telling:
         before, after = self._before, self._after
         yield from self._capacity(before.engine_capacity, after.engine_capacity)
         capacity = "capacity" if after.engines is None else "engines capacity"
-        yield from _changed(f"{capacity} learn", before.learn.value, after.learn.value)
+        yield from _compare(f"{capacity} learn", before.learn.value, after.learn.value)
         yield from self._rules(before.rules, after.rules)
         yield from self._record("", before, after, but=_ABOUT)
         yield from self._fleet(before.engines, after.engines)
-        yield from self._named("model", before.models, after.models)
+        yield from self._compare_named("model", before.models, after.models)
         for tiers in zip(before.tiers, after.tiers, strict=False):
             yield from self._record(f"tier {tiers[0].name} ", *tiers, but={"level"})
-        yield from self._named("endpoint", before.endpoints, after.endpoints)
+        yield from self._compare_named("endpoint", before.endpoints, after.endpoints)
         yield from self._tenants(_by_name(before), _by_name(after))
 
     def _capacity(self, before: Capacity | None, after: Capacity | None) -> Iterator[str]:
@@ -77,7 +77,7 @@ class _Telling:
     def _rules(self, before: PoolRules, after: PoolRules) -> Iterator[str]:
         if self._after.engine_capacity is None:  # else the policy's own bounds were just describe_changes
             for name in ("tokens", "requests"):
-                yield from _changed(f"capacity {name}", *(_bounded(getattr(rules, name)) for rules in (before, after)))
+                yield from _compare(f"capacity {name}", *(_show(getattr(rules, name)) for rules in (before, after)))
 
     def _record(self, about: str, before: Any, after: Any, but: Collection[str] = ()) -> Iterator[str]:
         """Every field of two records of one type, but those in `but`, and those that are only made of others."""
@@ -92,7 +92,7 @@ class _Telling:
             if _are_one_kind(old, new):
                 yield from self._record(f"{key} ", old, new, but={"learn"})
             else:
-                yield from _changed(key, self._value(name, old), self._value(name, new))
+                yield from _compare(key, self._value(name, old), self._value(name, new))
 
     def _value(self, name: str, value: Any) -> str:
         if value is not None and name in _LEVELS:
@@ -109,7 +109,7 @@ class _Telling:
             return f"{policy_duration(value.promote_after_us / 1e6)} up to {self._before.tiers[value.ceiling].name}"
         return _value(name, value)
 
-    def _named(self, what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    def _compare_named(self, what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
         for name in _names(before, after):
             if name not in after:
                 yield f"{what} {name} removed"
@@ -120,11 +120,11 @@ class _Telling:
 
     def _fleet(self, before: FleetPolicy | None, after: FleetPolicy | None) -> Iterator[str]:
         if before is None or after is None:
-            yield from _changed("engines", _discovery(before), _discovery(after))
+            yield from _compare("engines", _discovery(before), _discovery(after))
             return
         yield from self._record("engines ", before, after, but={"static"})
         old, new = ({engine.name: engine for engine in fleet.static} for fleet in (before, after))
-        yield from self._named("engine", old, new)
+        yield from self._compare_named("engine", old, new)
 
     def _tenants(self, before: _Tenants, after: _Tenants) -> Iterator[str]:
         for name in _names(before, after):
@@ -161,7 +161,7 @@ def _keys(count: int) -> str:
     return "1 key" if count == 1 else f"{count} keys"
 
 
-def _changed(about: str, before: str, after: str) -> Iterator[str]:
+def _compare(about: str, before: str, after: str) -> Iterator[str]:
     if before != after:
         yield f"{about} {before} -> {after}"
 
@@ -192,7 +192,7 @@ def _value(name: str, value: Any) -> str:
     if name.endswith("_s"):
         return policy_duration(value)
     if isinstance(value, int):
-        return _bounded(value)
+        return _show(value)
     if isinstance(value, bytes):
         return value.decode("latin-1")
     if type(value) is tuple:
@@ -200,7 +200,7 @@ def _value(name: str, value: Any) -> str:
     return str(value)
 
 
-def _bounded(amount: int) -> str:
+def _show(amount: int) -> str:
     return "unbounded" if amount == UNLIMITED else f"{amount:,}"
 
 

@@ -104,7 +104,7 @@ def _anonymous(value: object, info: ValidationInfo) -> int | None:
     return tiers.index(name) if tiers else 0
 
 
-def _named(what: str, pattern: re.Pattern[str], wanted: str, like: str) -> Callable[[object], str]:
+def _match(what: str, pattern: re.Pattern[str], wanted: str, like: str) -> Callable[[object], str]:
     """The reader of a name in one form. `wanted` says what would be right, `like` is an example."""
 
     def read(value: object) -> str:
@@ -128,35 +128,35 @@ def _at_most(reader: Callable[[object], N], most: float, message: str) -> Callab
     return read
 
 
-_tier_name = _named("a tier's name", _TIER_NAME, "write up to 40 of a-z, 0-9, - and _, a letter first", like="batch")
-_tenant_name = _named("a tenant's name", _TENANT_NAME, "write up to 100 of A-Z, a-z, 0-9 and . _ @ -", like="acme")
-_header_name = _named(
+_tier_name = _match("a tier's name", _TIER_NAME, "write up to 40 of a-z, 0-9, - and _, a letter first", like="batch")
+_tenant_name = _match("a tenant's name", _TENANT_NAME, "write up to 100 of A-Z, a-z, 0-9 and . _ @ -", like="acme")
+_header_name = _match(
     "a header's name", _HEADER_NAME, "write letters, digits and dashes, such as x-priority", like="x-priority"
 )
-_asked_header = _named(
+_asked_header = _match(
     "a header's name", _ASKED_HEADER, "leave `headers` out to allow every header", like="authorization"
 )
-_origin = _named(
+_origin = _match(
     "an origin as browsers send it",
     _ORIGIN,
     'write one such as "https://app.example" or "http://localhost:3000", without a path and in lower case, or "*" for '
     "every origin",
     like="https://app.example",
 )
-_member = _named(
+_member = _match(
     "a member's name", _MEMBER_NAME, "write letters, digits, _ and -, such as total_tokens", like="total_tokens"
 )
-_pool = _named(
+_pool = _match(
     "a pool's name",
     _POOL_NAME,
     "write up to 100 of A-Z, a-z, 0-9 and . _ -, a letter or a digit first",
     like="chat-70b",
 )
-engine_name = _named(
+engine_name = _match(
     "an engine's name", _ENGINE_NAME, "write up to 63 of A-Z, a-z, 0-9 and . _ -, a letter or a digit first", like="a"
 )
 """An engine's name as it was written. Raises ValueError where it is none."""
-_model_name = _named(
+_model_name = _match(
     "a model's name",
     _MODEL_NAME,
     "write up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -, a letter or a digit first",

@@ -45,8 +45,8 @@ def fleet_mistakes(data: Mapping[str, object]) -> Found:
     if engines is None:
         yield ("models",), "each model has engines of its own, and the policy names none; write engines, or remove this"
         return
-    yield from _assigned(models, _names(listed), by_dns="dns" in fleet)
-    yield from _called(models)
+    yield from _check_engines(models, _names(listed), by_dns="dns" in fleet)
+    yield from _check_names(models)
 
 
 _NOT_MOUNTED = {
@@ -147,7 +147,7 @@ def _names(listed: object) -> list[str] | None:
     return [entry["name"] for entry in listed if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
 
 
-def _assigned(models: Mapping[str, object], names: Sequence[str] | None, *, by_dns: bool) -> Found:
+def _check_engines(models: Mapping[str, object], names: Sequence[str] | None, *, by_dns: bool) -> Found:
     """Every model has engines that there are, and no engine has two models."""
     used: dict[str, str] = {}
     for model, body in models.items():
@@ -176,7 +176,7 @@ def _assigned(models: Mapping[str, object], names: Sequence[str] | None, *, by_d
                 )
 
 
-def _called(models: Mapping[str, object]) -> Found:
+def _check_names(models: Mapping[str, object]) -> Found:
     """No name stands for two models."""
     seen = {name: name for name in models}
     for model, body in models.items():

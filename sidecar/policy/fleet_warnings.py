@@ -43,7 +43,7 @@ _DIMENSIONS: tuple[tuple[str, Callable[[Capacity], int | None]], ...] = (
 )
 
 
-def _written(fleet: FleetPolicy) -> Iterator[tuple[int, EngineAddress, Capacity]]:
+def _list(fleet: FleetPolicy) -> Iterator[tuple[int, EngineAddress, Capacity]]:
     for place, engine in enumerate(fleet.static):
         if not engine.capacity.is_read:
             yield place, engine, engine.capacity
@@ -51,7 +51,7 @@ def _written(fleet: FleetPolicy) -> Iterator[tuple[int, EngineAddress, Capacity]
 
 def _far_smaller(fleet: FleetPolicy) -> Found:
     for kind, amount in _DIMENSIONS:
-        sizes = [(size, place, engine) for place, engine, one in _written(fleet) if (size := amount(one)) is not None]
+        sizes = [(size, place, engine) for place, engine, one in _list(fleet) if (size := amount(one)) is not None]
         most, _, largest = max(sizes, key=lambda one: one[0], default=(0, 0, None))
         for size, place, engine in sizes:
             if largest is not None and size * FAR_SMALLER < most:
@@ -64,7 +64,7 @@ def _far_smaller(fleet: FleetPolicy) -> Found:
 
 def _bounds_that_differ(fleet: FleetPolicy) -> Found:
     for kind, amount in _DIMENSIONS:
-        bounds = [(amount(one) is not None, place, engine) for place, engine, one in _written(fleet)]
+        bounds = [(amount(one) is not None, place, engine) for place, engine, one in _list(fleet)]
         if any(is_bound for is_bound, _, _ in bounds):
             for is_bound, place, engine in bounds:
                 if not is_bound:

@@ -43,7 +43,7 @@ def schema_document(kind: Any) -> dict[str, Any]:
     schema = _document(kind, _Schemas, _NOISE | {of.KIND})
     for name, body in NAMED.items():
         if name in schema["properties"]:
-            schema["properties"][name] |= _named(body)
+            schema["properties"][name] |= _map_names(body)
             schema["properties"][name].pop("patternProperties", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
@@ -55,7 +55,7 @@ def described(kind: Any) -> dict[str, Any]:
 
 
 def _document(kind: Any, generator: type[GenerateJsonSchema], noise: frozenset[str]) -> dict[str, Any]:
-    found = _tidied(TypeAdapter(kind).json_schema(schema_generator=generator), noise)
+    found = _tidy(TypeAdapter(kind).json_schema(schema_generator=generator), noise)
     return dict(found)
 
 
@@ -79,24 +79,24 @@ def mapping_in(key: dict[str, Any]) -> str | None:
     return next((one for one in found if one is not None), None)
 
 
-def _named(body: str) -> dict[str, Any]:
+def _map_names(body: str) -> dict[str, Any]:
     return {"additionalProperties": {"anyOf": [{"$ref": f"#/$defs/{body}"}, {"type": "null"}]}}
 
 
 _NOISE = frozenset({"title", "propertyNames"})  # made up from names; and not written by every version of pydantic
 
 
-def _tidied(node: Any, noise: frozenset[str], *, names: bool = False) -> Any:
+def _tidy(node: Any, noise: frozenset[str], *, names: bool = False) -> Any:
     """Without what says nothing, so that every version of pydantic gives the same text.
 
     `names` is True where the keys are the file's own, so that a key called `title` would stay.
     """
     if isinstance(node, list):
-        return [_tidied(item, noise | {"default"}) for item in node]  # an `anyOf`: the default stands outside
+        return [_tidy(item, noise | {"default"}) for item in node]  # an `anyOf`: the default stands outside
     if not isinstance(node, dict):
         return node
     return {
-        key: _tidied(value, noise - {"default"}, names=not names and key in {"properties", "$defs"})
+        key: _tidy(value, noise - {"default"}, names=not names and key in {"properties", "$defs"})
         for key, value in node.items()
         if names or key not in noise
     }

@@ -114,7 +114,7 @@ def store_address(text: str) -> StoreAddress:
     username, password = _credentials(userinfo) if at else (None, None)
     if asks and not query:
         raise ValueError("a ? with no option after it; remove it")
-    options = read_options(query, _known(kind, tls))
+    options = read_options(query, _find_readers(kind, tls))
     master_name, db = _place(kind, path, options)
     return StoreAddress(
         kind=kind,
@@ -161,7 +161,7 @@ def _credentials(userinfo: str) -> tuple[str | None, str]:
     return decoded(username, "the user") or None, decoded(password, "the password")
 
 
-def _known(kind: StoreKind, tls: bool) -> Readers:
+def _find_readers(kind: StoreKind, tls: bool) -> Readers:
     """The options that have a meaning for such an address."""
     of_kind = {StoreKind.SENTINEL: SENTINEL, StoreKind.SOCKET: SOCKET}.get(kind, {})
     return {**(TLS if tls else {}), **of_kind}

@@ -66,7 +66,7 @@ def _pool(policy: Policy) -> Found:
             "each replica that starts while the store cannot be reached takes the whole pool; write `replicas: N`, how "
             "many share it, or `on_store_loss: closed`",
         )
-    yield from _unsized(policy)
+    yield from _find_unsized(policy)
     yield from _unchecked_trust(policy)
     if policy.order is Order.GAIN and not any(tier.slo.ttft_s and tier.slo.tpot_s for tier in policy.tiers):
         yield (
@@ -99,12 +99,12 @@ def _pools(policy: Policy) -> Found:
         for warning in _sizes(policy.of_model(name)):
             by_warning.setdefault(warning, []).append(name)
     for (path, message), names in by_warning.items():
-        yield path, message if len(names) == len(policy.models) else f"{message} (model {_listed(names)})"
+        yield path, message if len(names) == len(policy.models) else f"{message} (model {_join(names)})"
 
 
 def _sizes(policy: Policy) -> Found:
     if policy.is_sized:
-        yield from _rounded_up(policy.rules)
+        yield from _find_rounded_up(policy.rules)
         yield from _emergency(policy)
         yield from _empty_limits(policy)
     yield from _tiers(policy)
@@ -125,7 +125,7 @@ def _empty_limits(policy: Policy) -> Found:
                 )
 
 
-def _unsized(policy: Policy) -> Found:
+def _find_unsized(policy: Policy) -> Found:
     """`unsized: hold` in tiers where nothing but the size limit bounds what such a request holds."""
     rules = policy.rules_for(NOMINAL, None) if policy.rules.tokens == UNLIMITED else policy.rules
     if policy.unsized is not Unsized.HOLD or (not policy.reads_capacity and policy.rules.tokens == UNLIMITED):
@@ -137,7 +137,7 @@ def _unsized(policy: Policy) -> Found:
             ("unsized",),
             f"a request whose prompt cannot be sized holds its tier's size limit: in {name} {most / rules.tokens:.0%} "
             "of the pool's tokens, so that few others run beside it; write max_request_tokens in "
-            f"{_listed([tier.name for tier in unbounded])}",
+            f"{_join([tier.name for tier in unbounded])}",
         )
 
 
@@ -157,7 +157,7 @@ def _unchecked_trust(policy: Policy) -> Found:
         written = [one.name for one in fleet.static if not one.capacity.is_read]
         unread = bool(written) if fleet.static else not fleet.capacity.is_read
         are_some = 0 < len(written) < len(fleet.static)
-        what = f"the preemptions of engine {_listed(written)}" if are_some else "the engines' preemptions"
+        what = f"the preemptions of engine {_join(written)}" if are_some else "the engines' preemptions"
     if unread:
         yield (
             path,
@@ -210,7 +210,7 @@ def _dimensions(rules: PoolRules) -> Iterator[_Dimension]:
         yield _Dimension("requests", rules.requests, *requests)
 
 
-def _rounded_up(rules: PoolRules) -> Found:
+def _find_rounded_up(rules: PoolRules) -> Found:
     """Reserves that are at most 100% as shares, and more than the pool as whole numbers."""
     for of_pool in _dimensions(rules):
         reserved = sum(of_pool.reserves)
@@ -241,12 +241,12 @@ def _emergency(policy: Policy) -> Found:
     yield (
         ("tiers", first.name, "limit"),
         f"while {first.name} holds its limit of {of.percent(policy.tiers[0].limit)}, the "
-        f"{'reserves' if len(floors) > 1 else 'reserve'} of {_listed(floors)} {'are' if len(floors) > 1 else 'is'} not "
+        f"{'reserves' if len(floors) > 1 else 'reserve'} of {_join(floors)} {'are' if len(floors) > 1 else 'is'} not "
         f"certain; {better}",
     )
 
 
-def _listed(names: list[str]) -> str:
+def _join(names: list[str]) -> str:
     return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 

@@ -40,7 +40,7 @@ class Upstream:
     """
 
     def __init__(self, url: str, *, connect_timeout_s: float, keepalive_s: float) -> None:
-        self.url = _validated(url)
+        self.url = _validate(url)
         self.connect_timeout_s = connect_timeout_s
         parts = urlsplit(url_for(self.url))
         self._base = parts.path.encode("ascii")
@@ -181,7 +181,7 @@ def _spellings(host: bytes, parts: SplitResult) -> tuple[bytes, frozenset[bytes]
     return name, usual if port in _PORTS.values() else frozenset((b"%d" % port,))
 
 
-def _validated(upstream: str) -> str:
+def _validate(upstream: str) -> str:
     """`upstream` without its trailing slash, ready to be put in front of a path."""
     if socket_path(upstream) is not None:
         return upstream

@@ -165,7 +165,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
-def _counted(requests: int) -> str:
+def _describe(requests: int) -> str:
     return "1 request was" if requests == 1 else f"{requests} requests were"
 
 
@@ -274,7 +274,7 @@ class Server(uvicorn.Server):
         for request in requests:
             request.cancel()
         if requests:
-            _log.warning("%s cut off: %s", _counted(len(requests)), reason, extra={"event": "cut", "code": "draining"})
+            _log.warning("%s cut off: %s", _describe(len(requests)), reason, extra={"event": "cut", "code": "draining"})
             await asyncio.wait(requests, timeout=_CUT_WITHIN_S)
         for _ in range(_FLUSH_ROUNDS):
             if not self.server_state.connections:

@@ -51,7 +51,7 @@ def server_processes(scope: Scope, environment: Mapping[str, str]) -> ServerProc
     count = getattr(arguments, "api_server_count", None)  # vLLM's; None where there is one process
     if isinstance(count, int):
         return ServerProcesses(max(1, count))
-    supervised = _supervised()
+    supervised = _find_supervised()
     written = environment.get(PROCESSES_VARIABLE, "").strip()
     if not written:
         return supervised
@@ -83,7 +83,7 @@ def refuse_several(processes: ServerProcesses, *, is_shared: bool, is_engine: bo
         raise ValueError(f"{started} share this engine, and {why}{switch}")
 
 
-def _supervised() -> ServerProcesses:
+def _find_supervised() -> ServerProcesses:
     """The processes of the supervisor that started this one; one where it is not known to have several."""
     return _find_multiprocessing() or _find_gunicorn() or _find_granian() or ServerProcesses(1)
 

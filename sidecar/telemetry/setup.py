@@ -104,7 +104,7 @@ class Signal(Generic[Exporter]):
         return f"OTEL_EXPORTER_OTLP_{self.name.upper()}_{what}", f"OTEL_EXPORTER_OTLP_{what}"
 
 
-def _made(module: str, name: str) -> Any:
+def _make(module: str, name: str) -> Any:
     return getattr(import_module(module), name)()
 
 
@@ -255,7 +255,7 @@ def _exporter(signal: Signal[Any], name: str, *, has_page: bool) -> Any:
     if name == "otlp":
         return _otlp_exporter(signal)
     if name == "console":
-        return _made(*signal.console)
+        return _make(*signal.console)
     if name == PROMETHEUS and signal is METRICS:
         return _prometheus(has_page=has_page)
     known = f"{PROMETHEUS}, otlp" if signal is METRICS else "otlp"
@@ -272,7 +272,7 @@ def _otlp_exporter(signal: Signal[Any]) -> Any:
         )
     try:
         package = {HTTP: "http", GRPC: "grpc"}[protocol]
-        return _made(f"opentelemetry.exporter.otlp.proto.{package}.{signal.module}", signal.exporter)
+        return _make(f"opentelemetry.exporter.otlp.proto.{package}.{signal.module}", signal.exporter)
     except ImportError as error:
         extra = "otlp-grpc" if protocol == GRPC else "otlp"
         raise TelemetryError(

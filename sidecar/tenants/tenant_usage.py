@@ -249,7 +249,7 @@ class TenantUsage:
                     self._part_number += 1
                 await self._send(())
             self._newcomers.clear()
-            await self._read_sums(self._asked())
+            await self._read_sums(self._list_asked())
             if self._read_at_s is None:  # the store's clock
                 await self._send(())
             self._unread, self._problem = {}, None
@@ -271,7 +271,7 @@ class TenantUsage:
         """Use of a day, as all replicas have added it up. Raises StoreError."""
         return await self._records.use_on(day)
 
-    def _asked(self) -> list[str]:
+    def _list_asked(self) -> list[str]:
         """The tenants whose sums are read: those with budgets that had requests lately."""
         now_s = self._clock()
         self._watched = {one: at_s for one, at_s in self._watched.items() if now_s - at_s < _WATCHED_S}

@@ -310,7 +310,7 @@ async def test_believed_tokens_are_kept_and_their_number_is_bounded(monkeypatch:
     for token in tokens:
         verifier.claims(token, hashlib.sha256(token).digest())
     assert len(verifier._kept) == 3
-    monkeypatch.setattr(verifier, "_verified", lambda token: pytest.fail("checked again"))
+    monkeypatch.setattr(verifier, "_verify", lambda token: pytest.fail("checked again"))
     assert verifier.claims(tokens[4], hashlib.sha256(tokens[4]).digest()).tenant == "acme"
 
 

@@ -48,7 +48,7 @@ def own_logging(settings: LogSettings, stream: TextIO | None = None) -> Iterator
     Of other libraries' loggers only warnings are written, and errors. Python's own warnings are lines, too.
     """
     others = max(logging.WARNING, _number(settings.level))
-    with _written(logging.getLogger(), settings, others, stream), _leveled(OURS, _number(settings.level)):
+    with _write_to(logging.getLogger(), settings, others, stream), _set_level(OURS, _number(settings.level)):
         logging.captureWarnings(True)
         try:
             yield
@@ -69,21 +69,21 @@ def mounted_logging(environment: Mapping[str, str], stream: TextIO | None = None
     ours = logging.getLogger(OURS)
     propagated, ours.propagate = ours.propagate, False
     try:
-        with _written(ours, settings, _number(settings.level), stream):
+        with _write_to(ours, settings, _number(settings.level), stream):
             yield
     finally:
         ours.propagate = propagated
 
 
 @contextmanager
-def _written(logger: logging.Logger, settings: LogSettings, level: int, stream: TextIO | None) -> Iterator[None]:
+def _write_to(logger: logging.Logger, settings: LogSettings, level: int, stream: TextIO | None) -> Iterator[None]:
     """The logger has our handler instead of its own."""
     writer = LineWriter(sys.stderr if stream is None else stream)
     writer.setFormatter(FORMATTERS[settings.format]())
     before = logger.handlers[:]
     logger.handlers[:] = [writer]
     try:
-        with _leveled(logger.name if logger.parent else None, level):
+        with _set_level(logger.name if logger.parent else None, level):
             yield
     finally:
         logger.handlers[:] = before
@@ -91,7 +91,7 @@ def _written(logger: logging.Logger, settings: LogSettings, level: int, stream: 
 
 
 @contextmanager
-def _leveled(name: str | None, level: int) -> Iterator[None]:
+def _set_level(name: str | None, level: int) -> Iterator[None]:
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(level)

@@ -192,7 +192,7 @@ class Instruments:
         self.observed_starvation = DurationHistogram(histograms.OBSERVED_STARVATION, meter_provider)
         self._meter, self._kinds = meter, set[type]()
         for reading in readings(Counters):
-            self._create(reading.figure, partial(self._counted, reading))
+            self._create(reading.figure, partial(self._read_counters, reading))
         for reading in readings(TenantCounts):
             self._create(reading.figure, partial(self._counted_of_tenants, reading))
         self._create(TENANT_TOKENS_HELD, self._read_tenants)
@@ -225,7 +225,7 @@ class Instruments:
 
     # -- counters
 
-    def _counted(self, reading: Reading, _: CallbackOptions) -> Observations:
+    def _read_counters(self, reading: Reading, _: CallbackOptions) -> Observations:
         for pool, counters in self._counters.items():
             for value, labels in reading.series(counters):
                 yield Observation(value, {semconv.POOL: pool, **labels})
@@ -238,7 +238,7 @@ class Instruments:
 
     # -- gauges
 
-    def _sampled(self) -> Mapping[str, PoolSample]:
+    def _take_samples(self) -> Mapping[str, PoolSample]:
         now_s = time.monotonic()
         if now_s - self._sampled_at_s > FRESH_S:
             found = {gauged.pool: self._sample(gauged) for gauged in (watched() for watched in self._gauged) if gauged}
@@ -258,7 +258,7 @@ class Instruments:
             return None
 
     def _read(self, kind: type, reading: Reading, _: CallbackOptions) -> Observations:
-        for pool, sample in self._sampled().items():
+        for pool, sample in self._take_samples().items():
             for labels, document in sample:
                 if type(document) is kind:
                     for value, own in reading.series(document):

@@ -76,7 +76,7 @@ class PrometheusReader(export.MetricReader):
                 family.samples.append(Sample(name, labels, point.value))
 
     def _histogram(self, name: str, labels: Labels, point: export.HistogramDataPoint) -> Iterable[Sample]:
-        bounds = [*map(_written, point.explicit_bounds), "+Inf"]
+        bounds = [*map(_format, point.explicit_bounds), "+Inf"]
         self._note_exemplars(name, labels, bounds, point)
         for bound, count in zip(bounds, accumulate(point.bucket_counts), strict=True):
             exemplar = self._exemplars.get(_key(name, labels, bound))
@@ -121,7 +121,7 @@ def _kind(data: object) -> str | None:
     return "histogram" if isinstance(data, export.Histogram) else None
 
 
-def _written(bound: float) -> str:
+def _format(bound: float) -> str:
     return str(floatToGoString(bound))  # type: ignore[no-untyped-call]  # of prometheus_client, which has no type for it
 
 

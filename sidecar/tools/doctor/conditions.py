@@ -137,7 +137,7 @@ def _tiers(probed: Probed, first: Check) -> Condition:
 
 def _scheduler(survey: Survey, probed: Probed) -> Condition:
     name = "scheduler policy"
-    seen = next((burst for burst in _judged(probed) if burst.judgment.effect in SEEN), None)
+    seen = next((burst for burst in _select(probed) if burst.judgment.effect in SEEN), None)
     if seen is not None:
         return _works(name, order(seen, probed.control))
     if probed.effect is Effect.UNCLEAR:
@@ -166,7 +166,7 @@ def _queueing(survey: Survey, probed: Probed) -> Condition:
     if not probed.mixed:
         return _unknown(name, "no burst was sent, for the field gets nowhere")
     burst, where = probed.mixed[-1], probed.queueing(survey)
-    is_seen = any(one.judgment.effect in SEEN for one in _judged(probed))
+    is_seen = any(one.judgment.effect in SEEN for one in _select(probed))
     if is_seen or where in (Queueing.INSIDE, Queueing.BOUNDED):
         return _works(name, waits(burst, probed))
     if where is Queueing.BEFORE:
@@ -185,7 +185,7 @@ def _queueing(survey: Survey, probed: Probed) -> Condition:
 
 def _direction(survey: Survey, probed: Probed) -> Condition:
     name = "direction"
-    effects = [burst.judgment.effect for burst in _judged(probed)]
+    effects = [burst.judgment.effect for burst in _select(probed)]
     if Effect.INVERTED in effects[:1]:
         fix = inverted(survey.engine, survey.facts)
         if effects[1:] == [Effect.BY_PRIORITY]:
@@ -207,7 +207,7 @@ def _inverted_by(survey: Survey) -> str:
     return "the least important are served first"
 
 
-def _judged(probed: Probed) -> Sequence[Burst]:
+def _select(probed: Probed) -> Sequence[Burst]:
     return [*probed.mixed[-1:], *([probed.compared] if probed.compared is not None else [])]
 
 

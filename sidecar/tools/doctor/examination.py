@@ -97,13 +97,13 @@ async def examine(options: Options, say: Say) -> Examination:
         found = await survey(pages, options.engine)
         reason = harm(found) if not options.force else None
         if options.reads_only or reason is not None:
-            return _concluded(options, found, None, reason)
+            return _conclude(options, found, None, reason)
         model = found.served_model(options.url, options.model)
         say(_announcement(options, found))
         probe = Probe(found, pages, options.most, Clock(options.allowed_s), say)
         tier = sidecar_tier() if options.policy is None else sidecar_tier(options.policy.tier_header.decode("latin-1"))
         probed = await probe.run(ExaminedServer(options.url, model, options.headers), _ways(options, found), tier)
-        return _concluded(options, found, probed)
+        return _conclude(options, found, probed)
 
 
 def _ways(options: Options, found: Survey) -> Sequence[PriorityField]:
@@ -125,7 +125,7 @@ def _announcement(options: Options, found: Survey) -> str:
     )
 
 
-def _concluded(options: Options, found: Survey, probed: Probed | None, kept_from: str | None = None) -> Examination:
+def _conclude(options: Options, found: Survey, probed: Probed | None, kept_from: str | None = None) -> Examination:
     last = probed.mixed[-1] if probed is not None and probed.mixed else None
     where = Queueing.TOO_LITTLE if probed is None else probed.queueing(found)
     is_sidecar = probed is not None and probed.is_sidecar

@@ -50,7 +50,7 @@ def predicted(model: EngineModel, outside_us: float = 0.0) -> IdleSpeed:
 
 def promise(speed: IdleSpeed) -> str:
     """The members of a tier's `slo`."""
-    ttft, tpot = (policy_duration(_rounded_s(TIMES * own_s)) for own_s in (speed.ttft_s, speed.tpot_s))
+    ttft, tpot = (policy_duration(_round_s(TIMES * own_s)) for own_s in (speed.ttft_s, speed.tpot_s))
     return f"ttft: {ttft}, tpot: {tpot}, hold: {HOLD}"
 
 
@@ -65,7 +65,7 @@ def recommended_slo(speed: IdleSpeed) -> Recommendation:
     )
 
 
-def _rounded_s(seconds: float) -> float:
+def _round_s(seconds: float) -> float:
     """Up to two digits that count, a millisecond or more."""
     unit: float = 10.0 ** max(-3, math.floor(math.log10(max(seconds, 1e-3))) - 1)
     return round(math.ceil(seconds / unit - 1e-9) * unit, 3)

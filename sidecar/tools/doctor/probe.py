@@ -117,8 +117,8 @@ class Probe:
                 if alone.error is None:
                     return Probed(tried, alone)
                 if alone.status not in (400, 404, 422, 500):
-                    raise CannotLook(_refused(tried, alone))
-                refusals.append(_refused(tried, alone))
+                    raise CannotLook(_explain(tried, alone))
+                refusals.append(_explain(tried, alone))
         raise CannotLook(refusals[0])
 
     async def _idle(self, probed: Probed) -> Sequence[Seen]:
@@ -178,7 +178,7 @@ class Probe:
         return await send(plan, probed.target, engine, self._pages, self._clock)
 
 
-def _refused(target: ExaminedServer, alone: Seen) -> str:
+def _explain(target: ExaminedServer, alone: Seen) -> str:
     hint = "; give a key: set SIDECAR_API_KEY, or use --key-file" if alone.status in (401, 403) else ""
     hint = "; name a model it serves with --model" if alone.status == 404 else hint
     return f"POST {target.url}{target.path} with model {target.model}: {alone.error}{hint}"
@@ -216,18 +216,18 @@ class Check:
 
 async def check(way: PriorityField, target: ExaminedServer, clock: Clock) -> Check:
     """Sends one or two requests of one token each."""
-    fine = await _sent(way, way.values[_MIDDLE], target, clock)
+    fine = await _send(way, way.values[_MIDDLE], target, clock)
     if fine.error is not None:
         return Check(way, fine.error, None)
     if way.invalid is None:
         return Check(way, None, None)
-    wrong = await _sent(way, way.invalid, target, clock)
+    wrong = await _send(way, way.invalid, target, clock)
     if wrong.error is None:
         return Check(way, None, arrives=False)
     return Check(way, None, arrives=True if wrong.status in (400, 422) else None)
 
 
-async def _sent(way: PriorityField, value: object, target: ExaminedServer, clock: Clock) -> Seen:
+async def _send(way: PriorityField, value: object, target: ExaminedServer, clock: Clock) -> Seen:
     return await target.ask(target.request("field", 1, way.members(value), way.headers(value)), clock)
 
 

@@ -22,8 +22,7 @@ def report(examination: Examination) -> str:
     parts = [
         headline(examination),
         "\n".join(
-            _wrapped(one.evidence, f"  {one.name:<{_NAME}}{one.state.value:<{_STATE}}")
-            for one in examination.conditions
+            _wrap(one.evidence, f"  {one.name:<{_NAME}}{one.state.value:<{_STATE}}") for one in examination.conditions
         ),
         _section("what to do", steps(examination)),
         for_the_policy("capacity for the policy", examination.capacity),
@@ -67,14 +66,14 @@ def steps(examination: Examination) -> Sequence[str]:
 
 
 def _section(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(_wrapped(line, "  ") for line in lines)]) if lines else ""
+    return "\n".join([title, *(_wrap(line, "  ") for line in lines)]) if lines else ""
 
 
 def for_the_policy(title: str, found: Recommendation | None) -> str:
     """All of it is YAML, so that it can be copied in one piece."""
     if found is None:
         return ""
-    return "\n".join([title, f"  {found.yaml}", _wrapped(found.reason, "  # ", "  # ")])
+    return "\n".join([title, f"  {found.yaml}", _wrap(found.reason, "  # ", "  # ")])
 
 
 def _notes(examination: Examination) -> Sequence[str]:
@@ -129,7 +128,7 @@ def spent(examination: Examination) -> str:
     return f"sent {requests} requests in {bursts}, {tokens:,} tokens, {took_s:.1f} s{lost}"
 
 
-def _wrapped(text: str, head: str, below: str | None = None) -> str:
+def _wrap(text: str, head: str, below: str | None = None) -> str:
     return "\n".join(wrapped(text, head=head, below=below))
 
 

@@ -155,7 +155,7 @@ class _Run:
     async def calibrate(self) -> None:
         """Two prompts alone, for the bytes of a token. Raises CannotLook where the engine cannot be measured."""
         sizes = _calibration_bytes(self.probe.survey)
-        seen = [await self._ask(self._planned(size, 0, ANSWER_TOKENS)) for size in sizes]
+        seen = [await self._ask(self._plan(size, 0, ANSWER_TOKENS)) for size in sizes]
         for one in seen:
             if (why := _no_measure(one)) is not None:
                 raise CannotLook(f"{self._options.url}: {why}")
@@ -172,7 +172,7 @@ class _Run:
             for length in _lengths(self.probe.survey):
                 if self._clock.left_s - second_per_token * length <= ends_s:
                     break  # a longer one takes longer still
-                seen = await self._ask(self._planned(self._bytes(length), length, LONE_ANSWER_TOKENS))
+                seen = await self._ask(self._plan(self._bytes(length), length, LONE_ANSWER_TOKENS))
                 if self._keep(self.probe.lone, seen) and seen.ttft_s is not None:
                     second_per_token = seen.ttft_s / length
 
@@ -185,7 +185,7 @@ class _Run:
                 if left_s <= took_s:
                     return
                 size_bytes = self._bytes(BATCH_PROMPT_TOKENS)
-                seen = await self._send([self._planned(size_bytes, size, ANSWER_TOKENS) for _ in range(size)])
+                seen = await self._send([self._plan(size_bytes, size, ANSWER_TOKENS) for _ in range(size)])
                 took_s = left_s - self._clock.left_s
                 batch: list[Seen] = []
                 for one in seen:
@@ -197,7 +197,7 @@ class _Run:
         """Of a prompt that has so many tokens with the chat template around it."""
         return max(1, round((tokens - self._template_tokens) * self._bytes_per_token))
 
-    def _planned(self, size_bytes: int, label: int, tokens: int) -> Planned:
+    def _plan(self, size_bytes: int, label: int, tokens: int) -> Planned:
         self._count += 1
         name = f"{self._run}.{self._count}"
         text = (_WORDS * (size_bytes // len(_WORDS) + 1))[: max(1, size_bytes - len(name) - 2)]

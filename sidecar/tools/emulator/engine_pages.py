@@ -192,7 +192,7 @@ class Exposition:
 
     def family(self, kind: str, name: str, value: float, **labels: str) -> None:
         """A family of one sample."""
-        pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in {**self._labels, **labels}.items())
+        pairs = ",".join(f'{key}="{_escape(text)}"' for key, text in {**self._labels, **labels}.items())
         self._lines += [f"# HELP {name} Emulated.", f"# TYPE {name} {kind}", f"{name}{{{pairs}}} {float(value)}"]
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
@@ -204,7 +204,7 @@ class Exposition:
         self.family("counter", name, value, **labels)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 

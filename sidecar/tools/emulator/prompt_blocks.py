@@ -45,12 +45,12 @@ class PromptChain:
         self._begun = Begun(root, b"")
         self.hashes: list[BlockHash] = []
         for piece in pieces:
-            self._begun = _continued(self._begun, piece, self._block_bytes, self.hashes)
+            self._begun = _continue(self._begun, piece, self._block_bytes, self.hashes)
 
     def with_output(self, text: bytes) -> Sequence[BlockHash]:
         """The hashes of prompt and output together."""
         hashes = self.hashes.copy()
-        _continued(self._begun, Piece(b"assistant", text), self._block_bytes, hashes)
+        _continue(self._begun, Piece(b"assistant", text), self._block_bytes, hashes)
         return hashes
 
 
@@ -61,7 +61,7 @@ class Begun(NamedTuple):
     data: bytes
 
 
-def _continued(begun: Begun, piece: Piece, size: int, hashes: list[BlockHash]) -> Begun:
+def _continue(begun: Begun, piece: Piece, size: int, hashes: list[BlockHash]) -> Begun:
     """Appends the hashes of the blocks that `piece` fills, of `size` bytes each."""
     before = begun.before + b"%d:%d:" % (len(begun.data), len(piece.mark)) + piece.mark
     data = begun.data + piece.data

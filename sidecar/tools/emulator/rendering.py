@@ -38,14 +38,14 @@ class Rendering:
     async def respond(self, request: Request) -> Response:
         """Answers for the page."""
         try:
-            rendered = self._rendered(await request.body())
+            rendered = self._render(await request.body())
         except ClientDisconnect:
             return Response()
         except EngineRefusal as refusal:
             return JSONResponse(refusal.body, refusal.status)
         return JSONResponse(rendered[0] if self.api is Api.CHAT else rendered)
 
-    def _rendered(self, raw: bytes) -> list[dict[str, Any]]:
+    def _render(self, raw: bytes) -> list[dict[str, Any]]:
         """A `GenerateRequest` of vLLM for each prompt, as far as a router reads it. Raises EngineRefusal."""
         try:
             body: Body = msgspec.json.decode(raw, type=dict[str, Any])

@@ -128,7 +128,7 @@ class ClientAnswer:
         try:
             event = _decode(data)
         except (msgspec.MsgspecError, RecursionError):
-            self.fail(f"an event of the answer cannot be read: {_shown(data)}")
+            self.fail(f"an event of the answer cannot be read: {_show(data)}")
             return
         self._note(event)
         for index, choice in enumerate(event.choices or ()):
@@ -167,13 +167,13 @@ class ClientAnswer:
     def _end_whole(self) -> None:
         body = bytes(self._buffer)
         if not self._is_success:
-            reason = (read_problem(body) or _shown(body)).removeprefix(f"{self.status}: ")
+            reason = (read_problem(body) or _show(body)).removeprefix(f"{self.status}: ")
             self.fail(f"HTTP {self.status}: {reason}" if reason else f"HTTP {self.status}")
             return
         try:
             event = _decode(body)
         except (msgspec.MsgspecError, RecursionError):
-            self.fail(f"the answer is no JSON object: {_shown(body)}")
+            self.fail(f"the answer is no JSON object: {_show(body)}")
             return
         self._note(event)
         message = (event.choices[0].message or {}) if event.choices else {}
@@ -212,7 +212,7 @@ def _one_line(text: str) -> str:
     return joined if len(joined) <= LONGEST_ERROR else joined[: LONGEST_ERROR - 1] + "…"
 
 
-def _shown(data: bytes) -> str:
+def _show(data: bytes) -> str:
     return _one_line(data[: 4 * LONGEST_ERROR].decode("utf-8", "replace"))
 
 

@@ -276,12 +276,12 @@ class _Run:
                 ends.cancel()
                 connection.close()  # canceling this also cancels `done`, and who is done is no longer among the open
             exchange.text.set_result(connection.answer.text if connection.answer else "")
-        seen = self._seen(exchange, sent_s, connection)
+        seen = self._observe(exchange, sent_s, connection)
         self.progress.answered += seen.is_complete
         self.progress.failed += not seen.is_complete
         return seen
 
-    def _seen(self, exchange: _Exchange, sent_s: float, connection: ClientConnection | str) -> Seen:
+    def _observe(self, exchange: _Exchange, sent_s: float, connection: ClientConnection | str) -> Seen:
         if isinstance(connection, str):
             return Seen(exchange.planned, sent_s, None, sent_s, None, connection, 0, None, {}, None, exchange.url_index)
         answer, end_s = connection.answer, connection.ended_s - self.began_s

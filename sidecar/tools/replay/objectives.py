@@ -104,15 +104,15 @@ def lines(found: RunObjectives | None) -> Sequence[str]:
     """The figures in sentences, none without objectives."""
     if found is None:
         return []
-    tiers = "; ".join(f"{tier} {_shown(figures)}" for tier, figures in found.tiers.items())
+    tiers = "; ".join(f"{tier} {_show(figures)}" for tier, figures in found.tiers.items())
     total = found.total
     return [
-        f"Objectives over all {total.requests} requests offered: {_shown(total)}. By tier: {tiers}.",
+        f"Objectives over all {total.requests} requests offered: {_show(total)}. By tier: {tiers}.",
         f"Goodput {total.goodput_vllm:.2f} requests/s as vLLM's benchmark defines it, "
         f"{total.goodput_aiperf:.2f} as AIPerf does.",
     ]
 
 
-def _shown(figures: ObjectiveFigures) -> str:
+def _show(figures: ObjectiveFigures) -> str:
     gain = "" if figures.tdg is None else f", TDG {figures.tdg:.1%}"
     return f"{figures.met / figures.requests:.1%} met{gain}"

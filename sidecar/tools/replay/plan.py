@@ -88,8 +88,8 @@ class Sizing:
             row,
             at_s=None if row.at_s is None else row.at_s / self.speed,
             delay_s=row.delay_s / self.speed,
-            input_tokens=_sized(row.input_tokens, self.scale, self.max_input_tokens),
-            output_tokens=_sized(row.output_tokens, self.scale, self.max_output_tokens),
+            input_tokens=_scale(row.input_tokens, self.scale, self.max_input_tokens),
+            output_tokens=_scale(row.output_tokens, self.scale, self.max_output_tokens),
         )
 
 
@@ -113,7 +113,7 @@ def rounding_s(rows: Sequence[TraceRow]) -> float:
     return gap_s if gap_s >= QUANTIZED_FROM_S else 0.0
 
 
-def _sized(tokens: int | None, scale: float, most: int | None) -> int | None:
+def _scale(tokens: int | None, scale: float, most: int | None) -> int | None:
     if tokens is None:
         return None
     scaled = max(1, round(tokens * scale))
@@ -157,7 +157,7 @@ def assign(
     first: dict[str, TraceRow] = {}
     for row in rows:
         first.setdefault(_conversation(row), row)
-    found = {key: _named(row, tiers) for key, row in first.items() if row.priority is not None}
+    found = {key: _find_tier(row, tiers) for key, row in first.items() if row.priority is not None}
     rest = [key for key in first if key not in found]
     dealt = _deal(len(rest), mix or dict.fromkeys(tiers, 1.0))
     rng.shuffle(dealt)
@@ -169,7 +169,7 @@ def _conversation(row: TraceRow) -> str:
     return f"line {row.line}" if row.session is None else f"session {row.session}"
 
 
-def _named(row: TraceRow, tiers: Sequence[str]) -> str:
+def _find_tier(row: TraceRow, tiers: Sequence[str]) -> str:
     """A name, or a number from 0 to 1 with 1 the most important, mapped as the middleware does it."""
     priority, last = row.priority, len(tiers) - 1
     if isinstance(priority, str) and priority in tiers:

@@ -175,7 +175,7 @@ def cdf(runs: Sequence[tuple[str, Sequence[Seen]]], tiers: Sequence[str]) -> Plo
             f"half of {count} within {values[middle]:.3g} s" if middle < len(values) else f"{failed} of {count} failed"
         )
         kind = f"line {_color(tiers.index(tier))}{' control' if run != runs[0][0] else ''}"
-        plot.add("polyline", kind, f"{tier}, {run}: {median}", points=_points(_thinned(steps)))
+        plot.add("polyline", kind, f"{tier}, {run}: {median}", points=_points(_thin_out(steps)))
     return plot
 
 
@@ -260,7 +260,7 @@ def _failures(seen: Sequence[Seen], tier: str) -> int:
     return sum(one.planned.label == tier and not one.is_complete for one in seen)
 
 
-def _thinned(steps: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+def _thin_out(steps: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
     """Leaves out steps that are too small to see: those less than a fifth of a unit away."""
     last: tuple[float, float] | None = None
     for index, step in enumerate(steps):

@@ -164,14 +164,14 @@ class BaselineAdmission:
         return math.inf if objective is None else float(request.at_us + objective.ttft_us)
 
     def _sjf(self, request: Request) -> float:
-        return self._cost_us(request, self._expected(request))
+        return self._cost_us(request, self._estimate(request))
 
     def _density(self, request: Request) -> float:
-        tokens = self._expected(request)
+        tokens = self._estimate(request)
         objective = self._objectives.get(request.tier)
         return -(0 if objective is None else objective.weight) * tokens / self._cost_us(request, tokens)
 
-    def _expected(self, request: Request) -> int:
+    def _estimate(self, request: Request) -> int:
         found = self._estimator.estimate(request.tenant, _KEY, 0.5)
         return max(1, self._policy.tiers[request.tier].default_output_tokens if found is None else found.tokens)
 

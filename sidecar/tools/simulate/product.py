@@ -126,7 +126,7 @@ class ProductAdmission:
         """See `Admission`."""
         self._came += 1
         held = self._held[request] = _Held(request, self._came, self._stage, self._guards.follow(request))
-        self._stage.loop.create_task(self._serve(held, self._sized(request))).add_done_callback(_raise_defect)
+        self._stage.loop.create_task(self._serve(held, self._size(request))).add_done_callback(_raise_defect)
 
     def leaves(self, request: Request) -> None:
         """See `Admission`. In an engine it is ended first."""
@@ -208,7 +208,7 @@ class ProductAdmission:
         except AdmissionError as error:
             self._end(request, error.code)
 
-    def _sized(self, request: Request) -> SizedRequest:
+    def _size(self, request: Request) -> SizedRequest:
         """The request, as the intake would have read it from a body that says no maximum of its output."""
         tenant = Tenant(name=request.tenant, level=request.tier, max_level=0)
         output = self._policy.tiers[request.tier].default_output_tokens

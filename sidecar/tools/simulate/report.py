@@ -124,10 +124,10 @@ def guarded(runs: Sequence[Sequence[RunResult]]) -> Table:
     columns = (
         "policy", "held to its SLO", "hold", "met", "others fill", "at least", "at the end", "their tokens", "in vain",
     )  # fmt: skip
-    return columns, [_guarded(one, tier) for one in runs for tier in one[0].guarded]
+    return columns, [_describe_guard(one, tier) for one in runs for tier in one[0].guarded]
 
 
-def _guarded(runs: Sequence[RunResult], name: str) -> Sequence[str]:
+def _describe_guard(runs: Sequence[RunResult], name: str) -> Sequence[str]:
     found: list[GuardResult] = [one.guarded[name] for one in runs]
     return (
         runs[0].policy,
