@@ -20,14 +20,15 @@ Algorithms for Congestion Avoidance in Computer Networks") with changes that con
   reached says nothing.
 
 Tried and left out, for bursts on a full pool (met share in `benchmarks.guard`, bursts on 64 places; in the mean of 24
-seeds it is .918 without `MOST`, .948 with it, and .958 with .8, which costs 2% of batch tokens under a steady load):
+seeds it is .918 without `MOST`, .944 with it, and .958 with .8, which costs 2% of batch tokens under a steady load):
 
 - To keep free what the tier held at its recent peak, for minutes: .957 with .8, so it adds nothing. After a burst g
   is small anyway. The burst that is late is the first, which no memory knows.
 - The same against g instead of the whole pool: too few batch tokens on seven of nine rows.
 - To keep `failed_at` over cuts that follow each other, or not to cut while the tier alone fills g: more batch tokens
-  after a burst, and 1 to 6 points fewer in time.
-- A cut for tickets of the tier that wait: g has closed the pool by then, and what holds their places runs on.
+  after a burst, and 1 to 9 points fewer in time.
+- To count tickets of the tier that wait as missed: .949, with a tenth fewer batch tokens. g has closed the pool by
+  then, and what holds their places runs on.
 """
 
 from __future__ import annotations
