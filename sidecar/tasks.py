@@ -6,6 +6,13 @@ import asyncio
 import sys
 from collections.abc import Callable
 
+if sys.version_info >= (3, 11):
+    timeout = asyncio.timeout
+else:
+    import async_timeout
+
+    timeout = async_timeout.timeout
+
 CANCEL_AGAIN_S = 0.05
 
 

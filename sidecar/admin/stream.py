@@ -12,17 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-if sys.version_info >= (3, 11):
-    from asyncio import timeout
-else:
-    from async_timeout import timeout
+from sidecar.tasks import timeout
 
 EVERY_S = 1.0
 MOST_VIEWERS = 32

@@ -9,22 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 from collections.abc import Sequence
 
 from sidecar.cli.doctor import of_upstream, with_engines
 from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.model import Policy
 from sidecar.policy.secrets import ENGINE_KEY_VARIABLE, secret_for_header
+from sidecar.tasks import timeout
 from sidecar.tools.doctor.examination import Examination, Options, examine
 from sidecar.tools.doctor.report import mistakes
 from sidecar.tools.doctor.several_engines import ExaminedEngine, find_places, findings
 from sidecar.tools.doctor.survey import CannotLook
-
-if sys.version_info >= (3, 11):
-    from asyncio import timeout
-else:
-    from async_timeout import timeout
 
 WITHIN_S = 3.0
 """For all engines together, which are examined at the same time: a page takes milliseconds."""

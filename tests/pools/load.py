@@ -17,6 +17,7 @@ from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.base import Clock, monotonic_us
 from sidecar.pools.redis import RedisLink, ledger_connector
+from sidecar.tasks import timeout
 from tests.pools.harness import ask
 
 LONGEST_WAIT_S = 30.0
@@ -87,13 +88,6 @@ class Load:
         finally:
             self.is_over = True
             await asyncio.wait_for(running, LONGEST_WAIT_S + 5)
-
-
-def timeout(seconds: float) -> Any:
-    """asyncio's, or its forerunner for Python 3.10."""
-    from sidecar.pools.redis import connection
-
-    return connection.timeout(seconds)
 
 
 def replica(

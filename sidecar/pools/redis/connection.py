@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from errno import ECONNREFUSED
 from functools import cache
@@ -28,11 +27,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from sidecar.policy.store import StoreAddress, StoreKind
 from sidecar.pools.base import StoreError
 from sidecar.pools.redis.script import Library, Script
-
-if sys.version_info >= (3, 11):
-    from asyncio import timeout
-else:
-    from async_timeout import timeout
+from sidecar.tasks import timeout
 
 CONNECT_WITHIN_S = 0.5
 """A server in reach accepts within a millisecond; TLS and a look-up of its name take some more."""
