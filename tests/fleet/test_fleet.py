@@ -17,7 +17,8 @@ from sidecar.engines.watch import EngineCheck, OutageCause
 from sidecar.fleet.fleet import Fleet
 from sidecar.fleet.member import MemberState
 from sidecar.policy.capacity import Capacity
-from sidecar.policy.fleet import MOST_OF_AN_ENGINE, EngineAddress
+from sidecar.policy.fields import MOST_OF_AN_ENGINE
+from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools.engine_reader import HELD_BACK_S
 from sidecar.pools.engines import EngineOffer
