@@ -1,6 +1,6 @@
-"""Writes docs/policy.md, the reference of the policy's files: `python docs/policy_reference.py`.
+"""Writes the JSON Schemas of the policy's files, and docs/policy.md: `python docs/policy_reference.py`.
 
-It is made of the JSON Schemas: the purpose of a key, the form of its value and its default are declared once.
+The reference is made of the schemas: the purpose of a key, the form of its value and its default are declared once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from sidecar.policy import fields as of
 from sidecar.policy.fleet import EngineListFile
 from sidecar.policy.pool_file import PoolFile
-from sidecar.policy.schema import described, mapping_in
+from sidecar.policy.schema import SCHEMAS, described, mapping_in, schema_document
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.validate import flow
 
@@ -174,5 +174,14 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
+def texts() -> Mapping[Path, str]:
+    """The files that this script writes."""
+    docs = Path(__file__).parent
+    schemas = {name: json.dumps(schema_document(kind), indent=2, ensure_ascii=False) for name, kind in SCHEMAS.items()}
+    found = {docs.parent / "policies" / name: f"{text}\n" for name, text in schemas.items()}
+    return {**found, docs / "policy.md": reference_text()}
+
+
 if __name__ == "__main__":
-    (Path(__file__).parent / "policy.md").write_text(reference_text(), encoding="utf-8")
+    for file, text in texts().items():
+        file.write_text(text, encoding="utf-8")

@@ -40,7 +40,7 @@ from sidecar.proxy import EngineProxy
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.server.mounted import FailedStart
 from sidecar.server.workers import check_processes
-from sidecar.tasks import is_in_event_loop
+from sidecar.tasks import running_loop
 from sidecar.tenants.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class AdmissionMiddleware:
             self._is_apart = is_shown or app is None or isinstance(app, EngineProxy)
             self._use((None if self._is_apart else find_pool(self._source)) or self._new_pool())
         except ValueError as mistake:
-            if not is_in_event_loop():
+            if running_loop() is None:
                 raise
             self._serve = FailedStart(mistake)
 

@@ -37,6 +37,5 @@ class GuardWatch:
         return [_IN_VAIN.format(tier) for tier in self._found()]
 
     def _found(self) -> tuple[str, ...]:
-        if not self._is_enforced():  # in the dry run, less important work holds what it wants
-            return ()
-        return tuple(guard.tier for guard in self._pool.guards() if guard.is_in_vain)
+        found = tuple(guard.tier for guard in self._pool.guards() if guard.is_in_vain)
+        return found if found and self._is_enforced() else ()  # in the dry run, others hold what they want

@@ -16,13 +16,12 @@ from sidecar.policy.model import Policy
 from sidecar.policy.tier import ServiceObjectives
 from sidecar.pools import Grant
 
+_LATELY_S, _EVERY_S = 300.0, 5.0
+
 
 def is_alone(state: Mapping[str, Any]) -> bool:
     """True if a pool's state is this replica's alone: the pool is shared, and its store does not decide."""
     return "store" in state and state["store"]["state"] != StoreState.SHARED.value
-
-
-_LATELY_S, _EVERY_S = 300.0, 5.0
 
 
 def tier_shares(policy: Policy, state: Mapping[str, Any]) -> Sequence[TierShare]:

@@ -11,9 +11,7 @@ from urllib.parse import urlsplit
 from sidecar.engines import NoPriorityEngine
 from sidecar.policy import fields as of
 from sidecar.policy.fleet import MOST_ENGINES
-from sidecar.policy.problems import Path, printable, quoted, unknown
-
-Found = Iterator[tuple[Path, str]]
+from sidecar.policy.problems import Found, Path, printable, quoted, unknown
 
 
 def capacity_mistakes(data: Mapping[str, object]) -> Found:

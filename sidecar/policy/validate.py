@@ -20,13 +20,12 @@ from sidecar.policy import fields as of
 from sidecar.policy.declared import Context, written_name
 from sidecar.policy.fleet_validate import capacity_mistakes, fleet_mistakes
 from sidecar.policy.keys import read_hash
-from sidecar.policy.problems import Path, Problem, quoted, suggestion
+from sidecar.policy.problems import Found, Path, Problem, quoted, suggestion
 from sidecar.policy.schema import keys_at
 from sidecar.policy.source import Document
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.units import Ambiguous, count, share
 
-Found = Iterator[tuple[Path, str]]
 N = TypeVar("N", int, Fraction)
 T = TypeVar("T")
 

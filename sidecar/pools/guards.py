@@ -17,13 +17,11 @@ from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, d
 from sidecar.scheduling.guarded import DECIDE_EVERY_US, largest_share
 from sidecar.scheduling.scheduler import Scheduler
 
-_STATE_SIZE = len(GuardState._fields) + 1
-"""Of what a decision leaves to the next one: the controller's state, and the ledger's moment of the last one in vain.
-
-That is 0 for never. One of another ledger that is later than now counts as never."""
-
 IN_VAIN_US = 60_000_000
-"""For so long a decision shows that the guard was in vain. Perhaps nobody makes another one."""
+"""So long after a decision it shows that the guard was in vain: nobody may make another one."""
+
+_STATE_SIZE = len(GuardState._fields) + 1
+"""Of what a decision leaves to the next one: the controller's state, and 1 if it was in vain."""
 
 TOLD_EVERY_US = 1_000_000
 """What was seen is told so often: one tenant's part of it is found in that time."""
@@ -61,9 +59,8 @@ def mirror(scheduler: Scheduler, level: int, held: GuardHeld) -> None:
 class GuardFigures(NamedTuple):
     """A guarded tier. Less important requests may fill the pool to `share` of it, and they hold `below` of it now.
 
-    `met` and `missed` count what this process has seen since it began. `is_in_vain`: at a decision of this
-    process in the last minute the SLO was missed though the less important held no more than their floors, or than one
-    request.
+    `met` and `missed` count what this process has seen since it began. `is_in_vain`: the SLO was missed at the last
+    decision though the less important held no more than their floors, or than one request.
     """
 
     tier: str
@@ -82,7 +79,7 @@ class MemberGuard:
         self._counts: dict[int, dict[str, list[int]]] = {}
         self._decided: list[GuardDecided] = []
         self._seen: dict[int, list[int]] = {}  # since the process began
-        self._in_vain_until_us: dict[str, int] = {}
+        self._in_vain_until: dict[str, int] = {}  # by this replica's clock
         self._undecided_us: int | None = None  # first reply without a decision: others may state one
         self._tell_at_us: int | None = None
         self.change_rules(rules)
@@ -135,9 +132,13 @@ class MemberGuard:
 
         A replica of other tiers holds nothing of the pool, and decides nothing.
         """
-        moments = {tier.tier: _in_vain_us(tier.guard) for tier in reply.tiers}
-        own_us = now_us - reply.now_us + IN_VAIN_US
-        self._in_vain_until_us = {tier: at + own_us for tier, at in moments.items() if 0 < at <= reply.now_us}
+        if not self._levels:
+            return None
+        self._in_vain_until = {
+            tier.tier: now_us + tier.guard.decided_us + IN_VAIN_US - reply.now_us
+            for tier in reply.tiers
+            if _was_in_vain(tier.guard)
+        }
         if reply.is_foreign:
             return None
         own = {self._rules.tiers[level].name for level in self._levels}
@@ -163,14 +164,14 @@ class MemberGuard:
                 continue
             held = pool.guards.held_below(guarded), pool.held, guarded.floors
             below, total, floors = (largest_share(amount, pool.capacity) for amount in held)
-            if held[0][1] <= 1:
-                below = 0.0  # one is let in at any share: a smaller share is no help
+            if pool.guards.held_beyond_floors(guarded)[1] <= 1:
+                below = 0.0  # one beyond the floors is let in at any share: a smaller share is no help
             seen = GuardedPeriod(of.met, of.missed, below, total, floors, of.has_kept_out)
             before = _last_state(of) or first_state(floors)
             after = decide(before, seen, float(tier.hold))
-            in_vain_us = reply.now_us if _is_in_vain(before, seen, float(tier.hold)) else _in_vain_us(of)
+            is_in_vain = _is_in_vain(before, seen, float(tier.hold))
+            state = [*map(float, after), float(_was_in_vain(of) if is_in_vain is None else is_in_vain)]
             share_ppm = max(1, round(after.share * PPM))
-            state = [*map(float, after), float(in_vain_us)]
             self._decided.append(GuardDecided(tier.name, of.decided_us, share_ppm, of.met, of.missed, state))
 
     def figures(self, pool: Scheduler, now_us: int) -> list[GuardFigures]:
@@ -181,7 +182,7 @@ class MemberGuard:
             below, total = (largest_share(amount, pool.capacity) for amount in held)
             met, missed = self._seen.get(guarded.level, (0, 0))
             name = self._rules.tiers[guarded.level].name
-            in_vain = now_us < self._in_vain_until_us.get(name, 0)
+            in_vain = now_us < self._in_vain_until.get(name, now_us)
             found.append(GuardFigures(name, float(guarded.share), below, total, met, missed, in_vain))
         return found
 
@@ -205,15 +206,16 @@ def _last_state(of: GuardHeld) -> GuardState | None:
     return GuardState(share, 1.0, share)
 
 
-def _in_vain_us(of: GuardHeld) -> int:
-    return int(of.state[-1]) if len(of.state) == _STATE_SIZE else 0
+def _was_in_vain(of: GuardHeld) -> bool:
+    return len(of.state) == _STATE_SIZE and of.state[-1] > 0
 
 
-def _is_in_vain(before: GuardState, seen: GuardedPeriod, hold: float) -> bool:
-    """True if the SLO was missed though no decision could help."""
+def _is_in_vain(before: GuardState, seen: GuardedPeriod, hold: float) -> bool | None:
+    """True if the SLO was missed though no decision could help. None: of too few requests to say."""
     met, missed = before.met + seen.met, before.missed + seen.missed
-    is_missed = missed > (1 - hold) * (met + missed)
-    return met + missed >= FEWEST and is_missed and (seen.held <= seen.floors or before.share <= LEAST)
+    if met + missed < FEWEST:
+        return None
+    return missed > (1 - hold) * (met + missed) and (seen.held <= seen.floors or before.share <= LEAST)
 
 
 def _without_majority(tenants: list[list[int]], allowed: Fraction) -> tuple[int, int]:

@@ -102,7 +102,8 @@ class Guards:
         """The amount that the tiers below it hold."""
         return _sum(self._scheduler.tiers[level].used for level in guarded.below)
 
-    def _held_beyond_floors(self, guarded: GuardedTier) -> Amount:
+    def held_beyond_floors(self, guarded: GuardedTier) -> Amount:
+        """The amount that each of the tiers below it holds beyond its own floor, together."""
         beyond = (minus(self._scheduler.tiers[level].used, self._figures.reserve[level]) for level in guarded.below)
         return _sum(larger(NOTHING, amount) for amount in beyond)
 
@@ -133,7 +134,7 @@ class Guards:
         scheduler = self._scheduler
         for guarded in self.tiers:
             if ticket.tier in guarded.below:
-                below, beyond = self.held_below(guarded), self._held_beyond_floors(guarded)
+                below, beyond = self.held_below(guarded), self.held_beyond_floors(guarded)
                 needed = scheduler.need(ticket)
                 if guarded.level in closed or not guarded.leaves(needed, below, beyond, scheduler.held):
                     yield guarded

@@ -59,7 +59,7 @@ async def test_less_important_work_waits_beyond_a_tenth_and_is_told_why(harness:
     assert (first.grant is None, second.grant is None) == (False, True)
     obstacle, words = pool.obstacle(second.ask)
     assert obstacle is Obstacle.GUARDED
-    assert "held to its SLO: less important requests may fill the pool to 10%" in words
+    assert "is held to its SLO: beyond their reserves, less important requests may fill the pool to 10%, and" in words
     above = await pool.enter(ask(tokens=80, tier=0))
     await harness.quiet(pool)
     assert above.grant is not None

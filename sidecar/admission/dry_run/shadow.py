@@ -87,12 +87,13 @@ class ShadowRequest(TurnUser):
         self._turn: Turn | None = None
         self._lease: Lease | None = None
         self._follows = False
-        self._slo = self._slo_follower()
+        self._slo: SloFollower | None = None
 
     @property
     def is_guarded(self) -> bool:
-        """True if it is followed whether it meets its tier's SLO."""
-        return self._slo is not None
+        """True if its tier has `hold`, and its answer streams: other answers' times are not corrected by the load."""
+        request, hold = self.request, self._snapshot.policy.tiers[self.sent.level].slo.hold
+        return hold is not None and request.objective is not None and self.sent.is_stream and request.assumed_output > 0
 
     @property
     def is_real(self) -> bool:
@@ -143,36 +144,30 @@ class ShadowRequest(TurnUser):
         """Real requests wait now: the shadow holds its room until its request ends."""
         self._follows = True
 
-    def _slo_follower(self) -> SloFollower | None:
-        """Tells the shadows' pool whether the request would have met the SLO. None where its tier is not guarded.
-
-        None as well where its answer does not stream: its time is not corrected by what else the engine runs.
-        """
-        request, sent, times = self.request, self.sent, self._times
-        classification, objective = request.classification, request.objective
-        hold = self._snapshot.policy.tiers[classification.level].slo.hold
-        if hold is None or objective is None or not sent.is_stream or request.assumed_output < 1:
-            return None
-
-        def note(is_missed: bool) -> None:
-            times.note_slo(sent, is_missed=is_missed, is_shadow=True)
-            self._pool.note_slo(classification.level, classification.tenant.name, is_missed)
-
-        return SloFollower(
-            self._pool,
-            objective,
-            self._began_us,
-            note,
-            lambda: (times.speed.computing_us(sent.prompt_tokens) or 0) >= objective.ttft_us,
-        )
-
     async def run(self) -> None:
         """Waits and holds in the pool. Canceled, it leaves nothing there."""
+        if self.is_guarded:
+            self._slo = self._slo_follower()
         try:
             await self._run()
         finally:
             if self._slo is not None:
                 self._slo.close()
+
+    def _slo_follower(self) -> SloFollower:
+        """Tells the shadows' pool whether the request would have met the SLO."""
+        sent, times, objective = self.sent, self._times, self.request.objective
+        level, tenant = self.request.classification.level, self.request.classification.tenant.name
+        assert objective is not None
+
+        def note(is_missed: bool) -> None:
+            times.note_slo(sent, is_missed=is_missed, is_shadow=True)
+            self._pool.note_slo(level, tenant, is_missed)
+
+        def is_too_long() -> bool:
+            return (times.speed.computing_us(sent.prompt_tokens) or 0) >= objective.ttft_us
+
+        return SloFollower(self._pool, objective, self._began_us, note, is_too_long)
 
     async def _run(self) -> None:
         try:

@@ -16,9 +16,16 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from sidecar.events import FIRST_FAILURE, Admitted, Observed, Outcome, Refused, Settled, UnguardedRequest, Verdict
+from sidecar.events import FIRST_FAILURE, Admitted, Observed, Refused, Settled, UnguardedRequest, Verdict
+from sidecar.tasks import running_loop
 from sidecar.telemetry.logs.flood import WINDOW_S, FloodGuard
-from sidecar.telemetry.request_record import EventHandlers, RequestRecord, failure_code, failure_description
+from sidecar.telemetry.request_record import (
+    EventHandlers,
+    RequestRecord,
+    failed_with,
+    failure_code,
+    failure_description,
+)
 
 REQUESTS = "sidecar.requests"
 """The name of the logger."""
@@ -30,10 +37,6 @@ ACCESS_VARIABLE = "SIDECAR_ACCESS_LOG"
 _DRAINING, _STOPPED = "draining", "server_stopped"
 
 Fields = dict[str, Any]
-
-
-# Looked up once: an enumeration's attribute costs as much as a call.
-_COMPLETED, _, _FAILED = Outcome
 
 
 class AccessLog(str, Enum):
@@ -134,11 +137,8 @@ class RequestLog:
             return
         if self.has_all or self._flood.allows(LineKind(fields["event"], fields.get("tier") or "", fields["code"])):
             self._write(level, message, arguments, fields)
-        elif self._timer is None:
-            try:
-                self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self.flush)
-            except RuntimeError:  # outside of an event loop the caller flushes at the end
-                return
+        elif self._timer is None and (loop := running_loop()) is not None:  # else the caller flushes at the end
+            self._timer = loop.call_later(WINDOW_S, self.flush)
 
     def _writes_nothing(self, _level: int) -> bool:
         return False
@@ -170,14 +170,10 @@ class RequestLog:
         if record.refused is not None:  # preempted, and not admitted again
             self._refused(record, record.refused)
             return
-        if event.outcome is _COMPLETED:
-            is_failure = (event.status or 0) >= FIRST_FAILURE
-        else:
-            is_failure = event.outcome is _FAILED or event.error is not None
-        writes = self.writes
-        if not is_failure and not writes(self.success_level):
+        failure = failure_code(failed_with(event, from_status=FIRST_FAILURE))
+        if failure is None and not self.writes(self.success_level):
             return
-        failure, classified, held = _failure(event), record.classified, event.held_tokens
+        classified, held = record.classified, event.held_tokens
         fields = {
             "event": "settled" if failure is None else "failed",
             "code": event.outcome._value_ if failure is None else failure,
@@ -219,12 +215,3 @@ def _request_fields(record: RequestRecord, wait: Admitted | Refused | None, ende
 
 def _seconds(us: int) -> float:
     return round(us / 1e6, 6)
-
-
-def _failure(event: Settled) -> str | None:
-    """A word for the engine's failure, None where it did not fail; a client's disconnect is no failure."""
-    if event.outcome is _FAILED:
-        return failure_code(event.error) or Outcome.FAILED.value
-    if event.outcome is _COMPLETED and event.status is not None and event.status >= FIRST_FAILURE:
-        return event.error or str(event.status)
-    return None

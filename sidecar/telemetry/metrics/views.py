@@ -19,7 +19,7 @@ class _OfBuckets(sdk.AlignedHistogramBucketExemplarReservoir):
 
 
 class _OfScales(sdk.SimpleFixedSizeExemplarReservoir):
-    """The same for some measurements of an exponential histogram, which an exporter may prefer."""
+    """Some measurements of an exponential histogram, which an exporter may prefer, with the ids of their requests."""
 
     def offer(self, value: float, time_unix_nano: int, attributes: Any, context: Any) -> None:
         super().offer(value, time_unix_nano, _with_id(attributes, context), context)

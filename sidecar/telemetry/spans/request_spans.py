@@ -32,6 +32,7 @@ from sidecar.telemetry.request_record import (
     PreemptedAttempt,
     RequestRecord,
     engine_name,
+    failed_with,
     failure_description,
 )
 from sidecar.telemetry.spans.app_trace import AppSpan
@@ -341,17 +342,14 @@ class RequestSpans:
 
 
 def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | None:
-    """Writes `error.type` where the engine failed, or answered `from_status` and above; returns the status description.
-
-    A client's disconnect is no failure.
-    """
+    """Writes `error.type` where the engine failed (see `failed_with`); returns the description of the status."""
+    failure = failed_with(event, from_status=from_status)
+    if failure is None:
+        return None
+    written[semconv.ERROR_TYPE] = failure
     if event.outcome is Outcome.FAILED:
-        written[semconv.ERROR_TYPE] = event.error or Outcome.FAILED.value
         return failure_description(event.outcome, event.status, event.error)
-    if event.outcome is not Outcome.CLIENT_LEFT and event.status is not None and event.status >= from_status:
-        written[semconv.ERROR_TYPE] = event.error or str(event.status)
-        return f"the engine answered {event.status}"
-    return None
+    return f"the engine answered {event.status}"
 
 
 def _classification_attributes(event: Classified) -> Attributes:
