@@ -165,8 +165,8 @@ class MemberGuard:
                 continue
             held = pool.guards.held_below(guarded), pool.held, guarded.floors
             below, total, floors = (largest_share(amount, pool.capacity) for amount in held)
-            if held[0][1] <= 1:
-                below = 0.0  # one is let in at any share: a smaller share is no help
+            if pool.guards.are_at_least(guarded):
+                below = 0.0  # a smaller share is no help
             seen = GuardedPeriod(of.met, of.missed, below, total, floors, of.has_kept_out)
             before = _last_state(of) or first_state(floors)
             after = decide(before, seen, float(tier.hold))

@@ -102,7 +102,16 @@ class Guards:
         """The amount that the tiers below it hold."""
         return _sum(self._scheduler.tiers[level].used for level in guarded.below)
 
-    def held_beyond_floors(self, guarded: GuardedTier) -> Amount:
+    def are_at_least(self, guarded: GuardedTier) -> bool:
+        """True if the tiers below it hold no more than may enter at any share: their floors, and one beyond these.
+
+        By the sums: no more requests than one beyond, and in the other dimensions no more than twice the mean of one.
+        """
+        held, beyond = self.held_below(guarded), self._held_beyond_floors(guarded)
+        requests = max(1, held[1])
+        return beyond[1] <= 1 and all(beyond[d] * requests <= 2 * held[d] for d in (0, 2))
+
+    def _held_beyond_floors(self, guarded: GuardedTier) -> Amount:
         """The amount that each of the tiers below it holds beyond its own floor, together."""
         beyond = (minus(self._scheduler.tiers[level].used, self._figures.reserve[level]) for level in guarded.below)
         return _sum(larger(NOTHING, amount) for amount in beyond)
@@ -134,7 +143,7 @@ class Guards:
         scheduler = self._scheduler
         for guarded in self.tiers:
             if ticket.tier in guarded.below:
-                below, beyond = self.held_below(guarded), self.held_beyond_floors(guarded)
+                below, beyond = self.held_below(guarded), self._held_beyond_floors(guarded)
                 needed = scheduler.need(ticket)
                 if guarded.level in closed or not guarded.leaves(needed, below, beyond, scheduler.held):
                     yield guarded
