@@ -270,7 +270,7 @@ def _table(policy: Policy, dimension: _Dimension) -> str:
         reasons.append(reason if most is None else f"{reason}; {most:,} tokens at most, its max_request_tokens")
     floor = "floor" if policy.rules.is_by_gain else "reserve"
     lines = table([(dimension.title, floor, *_HEAD), *rows])
-    return "\n".join(f"{line}  {said}" for line, said in zip(lines, ["size limit set by", *reasons], strict=True))
+    return "\n".join(f"{line}  {rule}" for line, rule in zip(lines, ["size limit set by", *reasons], strict=True))
 
 
 def _legend(policy: Policy) -> Sequence[str]:
