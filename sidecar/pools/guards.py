@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sidecar.pools.calls import NO_GUARD, PPM, Call, GuardDecided, GuardHeld, Reply, SloSeen
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.figures import Rules
-from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, decide, first_state
+from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, decide, first_state, is_missed
 from sidecar.scheduling.guarded import DECIDE_EVERY_US, largest_share
 from sidecar.scheduling.scheduler import Scheduler
 
@@ -215,7 +215,7 @@ def _is_in_vain(before: GuardState, seen: GuardedPeriod, hold: float) -> bool | 
     met, missed = before.met + seen.met, before.missed + seen.missed
     if met + missed < FEWEST:
         return None
-    return missed > (1 - hold) * (met + missed) and (seen.held <= seen.floors or before.share <= LEAST)
+    return is_missed(met, missed, hold) and (seen.held <= seen.floors or before.share <= LEAST)
 
 
 def _without_majority(tenants: list[list[int]], allowed: Fraction) -> tuple[int, int]:
