@@ -298,7 +298,7 @@ def _guard(tier: Tier, rules: PoolRules) -> Found:
         part = min(kept * 100 // one.capacity for one, kept in zip(found, floors, strict=True))
         yield (
             ("tiers", tier.name, "slo", "hold"),
-            f"does little: the floors of less important tiers, {part}% of the pool, are theirs whatever this tier "
+            f"does little: the reserves of less important tiers, {part}% of the pool, are theirs whatever this tier "
             "misses, and at least half of what they may hold; reserve less there, or leave this out",
         )
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sidecar.pools.calls import NO_GUARD, PPM, Call, GuardDecided, GuardHeld, Reply, SloSeen
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.figures import Rules
-from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, decide, first_state
+from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, decide, first_state, is_missed
 from sidecar.scheduling.guarded import DECIDE_EVERY_US, largest_share
 from sidecar.scheduling.scheduler import Scheduler
 
@@ -170,7 +170,8 @@ class MemberGuard:
             seen = GuardedPeriod(of.met, of.missed, below, total, floors, of.has_kept_out)
             before = _last_state(of) or first_state(floors)
             after = decide(before, seen, float(tier.hold))
-            in_vain_us = reply.now_us if _is_in_vain(before, seen, float(tier.hold)) else _in_vain_us(of)
+            is_in_vain = _is_in_vain(before, seen, float(tier.hold))
+            in_vain_us = _in_vain_us(of) if is_in_vain is None else is_in_vain * reply.now_us
             share_ppm = max(1, round(after.share * PPM))
             state = [*map(float, after), float(in_vain_us)]
             self._decided.append(GuardDecided(tier.name, of.decided_us, share_ppm, of.met, of.missed, state))
@@ -211,11 +212,12 @@ def _in_vain_us(of: GuardHeld) -> int:
     return int(of.state[-1]) if len(of.state) == _STATE_SIZE else 0
 
 
-def _is_in_vain(before: GuardState, seen: GuardedPeriod, hold: float) -> bool:
-    """True if the SLO was missed though no decision could help."""
+def _is_in_vain(before: GuardState, seen: GuardedPeriod, hold: float) -> bool | None:
+    """True if the SLO was missed though no decision could help. None: of too few requests to say."""
     met, missed = before.met + seen.met, before.missed + seen.missed
-    is_missed = missed > (1 - hold) * (met + missed)
-    return met + missed >= FEWEST and is_missed and (seen.held <= seen.floors or before.share <= LEAST)
+    if met + missed < FEWEST:
+        return None
+    return is_missed(met, missed, hold) and (seen.held <= seen.floors or before.share <= LEAST)
 
 
 def _without_majority(tenants: list[list[int]], allowed: Fraction) -> tuple[int, int]:

@@ -98,6 +98,11 @@ def first_state(floors: float) -> GuardState:
     return GuardState(min(1.0, max(BEGIN, floors)))
 
 
+def is_missed(met: float, missed: float, hold: float) -> bool:
+    """True if of so many requests more missed the SLO than `hold` allows and than chance explains."""
+    return met + missed >= FEWEST and missed > (1 - hold) * (met + missed) + SPARE
+
+
 def decide(state: GuardState, seen: GuardedPeriod, hold: float) -> GuardState:
     """State after one more period. `hold` is the share of requests that must meet the SLO."""
     if not (seen.met or seen.missed or state.missed):
@@ -107,7 +112,7 @@ def decide(state: GuardState, seen: GuardedPeriod, hold: float) -> GuardState:
     requests = met + missed
     allowed = (1 - hold) * requests
     is_decided = requests >= FEWEST or periods >= STALE_AFTER
-    if requests >= FEWEST and missed > allowed + SPARE:
+    if is_missed(met, missed, hold):
         if seen.held > seen.floors:
             failed_at, cuts = (share if cuts < TELLING_CUTS else failed_at), cuts + 1
             share = max(LEAST, CUT * min(share, seen.total))

@@ -36,7 +36,7 @@ def test_a_policy_that_surprises_no_one_has_no_warnings(tmp_path: Path) -> None:
 )
 def test_floors_that_leave_nothing_to_take_for_a_guarded_tier(tmp_path: Path, tiers: str, kept: int | None) -> None:
     found = _said(tmp_path, tiers.replace("@", "slo: {ttft: 1s, tpot: 60ms, hold: 97%}"))
-    begin = f"tiers.high.slo.hold: does little: the floors of less important tiers, {kept}% of the pool, are theirs "
+    begin = f"tiers.high.slo.hold: does little: the reserves of less important tiers, {kept}% of the pool, are theirs "
     assert len(found) == (kept is not None)
     assert all(begin in one for one in found)
 

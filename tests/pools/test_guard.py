@@ -130,6 +130,16 @@ async def test_misses_move_nothing_while_less_important_work_holds_nothing(harne
 
 
 @in_both_orders
+async def test_one_miss_of_ten_without_less_important_work_is_chance(harness: Harness) -> None:
+    clock = Clock()
+    pool = await harness.pool(guarded(), clock)
+    for tenant in "abcdefghijkl":
+        pool.note_slo(0, tenant, is_missed=tenant == "a")
+    await after(harness, pool, clock, 3)
+    assert not pool.guards()[0].is_in_vain
+
+
+@in_both_orders
 async def test_one_tenant_whose_requests_must_miss_shuts_nobody_out(harness: Harness) -> None:
     clock = Clock()
     pool = await harness.pool(guarded(), clock)
