@@ -112,6 +112,8 @@ class ReportedPool:
             return Obstacle.ENGINE, self._paused
         if self._size is not None and self._size.is_held_back:
             return HELD_BACK
+        if self._link.is_shared and self._is_held_up():
+            return Obstacle.STORE, "the store has not answered yet, or waits for other replicas to state what they hold"
         rules, usage = self._usage()
         if self.status.state is StoreState.DIVIDED:
             return alone(rules, usage, ask)
@@ -120,6 +122,12 @@ class ReportedPool:
             of_pool = self._guarded(ask) or of_pool
         of_engine = engine_obstacle(self.engines(), ask, of_pool) if self._has_names else None
         return of_engine or of_pool
+
+    def _is_held_up(self) -> bool:
+        """True if nothing is admitted for now: the ledger does not answer or is on hold, and this is not alone yet."""
+        mode, reply = self._member.mode, self._member.pool.reply
+        is_on_hold = reply is not None and reply.on_hold
+        return mode is not MemberMode.ALONE and (mode is not MemberMode.SHARED or is_on_hold)
 
     def guards(self) -> Sequence[GuardFigures]:
         """The tiers whose SLO is held, the most important first."""

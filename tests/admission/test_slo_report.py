@@ -233,7 +233,7 @@ def test_each_request_is_reported_once_by_its_first_token_and_its_pace(
 
 @each(
     ("hold", "more"),
-    [("", ""), (", hold: 97%", "mode: observe"), (", hold: 97%", "mode: pass")],
+    [("", ""), (", hold: 97%", "mode: pass")],
 )
 def test_nothing_is_reported_where_no_tier_is_guarded_or_every_request_passes(
     tmp_path: Path, hold: str, more: str
