@@ -40,7 +40,7 @@ from sidecar.proxy import EngineProxy
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.server.mounted import FailedStart
 from sidecar.server.workers import check_processes
-from sidecar.tasks import is_in_event_loop
+from sidecar.tasks import running_loop
 from sidecar.tenants.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class AdmissionMiddleware:
     says where it is, so that a server which constructs its middleware with `app` alone can use this class too. The rest
     is in the environment: admin pages on `SIDECAR_ADMIN_PORT`, log lines by `SIDECAR_LOG_*`, and telemetry by `OTEL_*`,
     which with `policy` needs the admin port. `SIDECAR_STORE` goes before the policy's own `store`; without a store, a
-    server with several processes does not start. `dialect` is how the app's engine hears a priority, where that is not
+    server with several processes does not start. `dialect` is how the app's engine reads a priority, where that is not
     as the policy's `engine` says; `files` are where a loaded policy came from: what changes there replaces it while the
     server runs. `is_shown` says that the caller serves `observability.routes` and sets up logs and telemetry, so that
     the environment does not; `is_launched` that the app is an engine's own server, started by one of our launchers;
@@ -137,7 +137,7 @@ class AdmissionMiddleware:
             self._is_apart = is_shown or app is None or isinstance(app, EngineProxy)
             self._use((None if self._is_apart else find_pool(self._source)) or self._new_pool())
         except ValueError as mistake:
-            if not is_in_event_loop():
+            if running_loop() is None:
                 raise
             self._serve = FailedStart(mistake)
 

@@ -224,7 +224,7 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
 
     The latter is `client_left` (the client disconnected) or `canceled` (the server stopped). The waiting figures
     are zero where it never waited. `tenant` and `tier` are None where the key was not known yet. The tier is the one
-    that its path and its key give it, where it ended before its body said more. `gain` is there where its tier has an
+    that its path and its key give it, where it ended before its body was read. `gain` is there where its tier has an
     objective.
     """
 
@@ -255,7 +255,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     of `input_tokens` that its prefix cache had, where it says so. `tokens_used` is the best
     known: the engine's count, or else the estimate of the prompt and the chunks that went out. `error` is a word from
     a small set (an error code, an exception's class), None where the request did not fail. `wait` is what `Refused`
-    would have said, for a request that was preempted and ended while it waited again; None where that is not known.
+    would have had, for a request that was preempted and ended while it waited again; None where that is not known.
     `message` is what the proxy answered in the engine's place, None where the app answered. `held_tokens` is what the
     lease held at last, None where no output length is learned, and `growths` how often it grew while it streamed.
     `gain` is there where its tier has an objective.
@@ -319,7 +319,8 @@ class ShadowHolds(msgspec.Struct):
     and as they would have been. `unlearned` held for as long as their requests ran among more than the pool admits,
     because nothing was known of a quiet engine. `lost` were refused by the engine or failed there, `left` by their
     clients before the first byte that they would have had by then. `arrivals` came while the pool would have been full,
-    and `followed` of them directly after an end.
+    and `followed` of them directly after an end. Of a tier that is to be held to its SLO, `met` and `missed` count the
+    requests as they passed, and `would_meet` and `would_miss` their shadows.
     """
 
     shadows: int = 0
@@ -332,6 +333,10 @@ class ShadowHolds(msgspec.Struct):
     left: int = 0
     arrivals: int = 0
     followed: int = 0
+    met: int = 0
+    missed: int = 0
+    would_meet: int = 0
+    would_miss: int = 0
 
 
 Event = Classified | Queued | Admitted | Replayed | Preempted | Observed | Refused | FirstByte | Settled
@@ -367,7 +372,7 @@ class Observer(Protocol):
         """True if requests are observed now: where they are not, `received` returns None."""
 
     def follows(self) -> bool:
-        """True if each event of a request is to be told as it comes. Else it is told of those that fail, at their end.
+        """True if each event of a request is to be reported as it comes. Else those of failures alone, at their end.
 
         `received` is called then, and after it come all events that there were.
         """

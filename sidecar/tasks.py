@@ -15,13 +15,12 @@ def is_canceled_again(task: asyncio.Task[object] | None) -> bool:
     return sys.version_info >= (3, 11) and task is not None and task.uncancel() > 0
 
 
-def is_in_event_loop() -> bool:
-    """True if an event loop runs in this thread."""
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread."""
     try:
-        asyncio.get_running_loop()
+        return asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
 async def end(task: asyncio.Task[object]) -> None:

@@ -8,12 +8,14 @@ from typing import Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 FRESH = {"cache-control": "no-store"}
 """Headers of an answer that no cache keeps."""
 _YES, _NO = frozenset(("true", "1", "yes", "")), frozenset(("false", "0", "no"))
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+"""Finds what answers a request: a response, or the app of one of several pools."""
 
 
 class Liveness(msgspec.Struct, frozen=True):

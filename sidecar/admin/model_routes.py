@@ -8,23 +8,24 @@ all, and one of them is drained in its own pool. Everything else is the process'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from urllib.parse import quote
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import BaseRoute, Mount, Router
+from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidecar.admin.answers import refused
+from sidecar.admin.answers import FRESH, Handler, RefusedByPage, json_answer, refused
 from sidecar.admin.engine_routes import Engines
+from sidecar.admin.operations import routes_for
 from sidecar.engines.view import EngineDocument
 from sidecar.fleet.models import ModelsController
 
-FOLDER, _ENGINES = "/models", "/engines"
-_OF_ONE_POOL = ("/", "/overview", "/overview/stream", "/observed")
-_FRESH = {"cache-control": "no-store"}
-_POLICY = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", **_FRESH}
+FOLDER = "/models"
+_POLICY = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", **FRESH}
 
 
 class PoolLink(msgspec.Struct, frozen=True):
@@ -48,83 +49,76 @@ def model_routes(
     own: Sequence[BaseRoute],
     of_models: Mapping[str, Sequence[BaseRoute]],
 ) -> Sequence[BaseRoute]:
-    """The admin port's routes: the front's `own`, and those of each model's pool."""
-    apps = {name: Router(routes) for name, routes in of_models.items()}
-    return [Mount("", app=_ModelPages(front, Router(own), apps))]
+    """The admin port's routes: those of each model's pool, those of all pools together, and the front's `own`."""
+    pages = _ModelPages(front, Router(own), {name: Router(routes) for name, routes in of_models.items()})
+    metrics = [route for route in own if getattr(route, "path", None) == "/metrics"]
+    found: list[BaseRoute] = []
+    for name in sorted(of_models, key=len, reverse=True):  # a name may have slashes: the longest one that fits counts
+        found.append(Route(f"{FOLDER}/{name}", partial(_to_its_folder, name)))
+        found.append(Mount(f"{FOLDER}/{name}", routes=[*metrics, *of_models[name]]))
+    found += [Mount(FOLDER, app=pages.no_model), *routes_for(pages.of_all())]
+    if len(of_models) == 1:
+        found += next(iter(of_models.values()))
+    return [*found, *routes_for(pages.of_several()), *own]
+
+
+async def _to_its_folder(name: str, _: Request) -> Response:
+    """The links of a page begin in its folder."""
+    return Response(status_code=307, headers={"location": f"{quote(name.rpartition('/')[2])}/"})
 
 
 class _ModelPages:
+    """Pages about all pools, by the names of their operations."""
+
     def __init__(self, front: ModelsController, own: ASGIApp, of_models: Mapping[str, ASGIApp]) -> None:
         self._front = front
         self._own = own
         self._of_models = of_models
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one HTTP scope."""
-        root = scope.get("root_path", "")
-        path = scope["path"].removeprefix(root)
-        if path.startswith(f"{FOLDER}/"):
-            await self._serve_model(scope, receive, send, root, path)
-        elif path == FOLDER:
-            answer = msgspec.json.encode(Pools(_links(self._front)))
-            await Response(answer, media_type="application/json", headers=_FRESH)(scope, receive, send)
-        elif path in _OF_ONE_POOL:
-            await self._serve_pool(scope, receive, send, path)
-        elif path == _ENGINES:
-            answer = msgspec.json.encode(Engines(_engines(self._front)))
-            await Response(answer, media_type="application/json", headers=_FRESH)(scope, receive, send)
-        elif path.startswith(f"{_ENGINES}/"):
-            await self._serve_engine(scope, receive, send, path)
-        elif path.startswith("/request"):
-            await self._explain(scope, receive, send)
-        else:
-            await self._own(scope, receive, send)
+    def of_all(self) -> Mapping[str, Handler]:
+        """Pages that look into every pool."""
+        explained = dict.fromkeys(("request", "requestById", "requestPage"), self._story)
+        of_engine = dict.fromkeys(("drainEngine", "resumeEngine"), self._engine)
+        return {"models": self._models, "engines": self._engines, **of_engine, **explained}
 
-    async def _serve_model(self, scope: Scope, receive: Receive, send: Send, root: str, path: str) -> None:
-        """`/models/{model}/...`. A model's name may have slashes; the longest one that fits counts."""
-        inside = path.removeprefix(f"{FOLDER}/")
-        fitting = [name for name in self._of_models if inside == name or inside.startswith(f"{name}/")]
-        if not fitting:
-            await self._unknown(scope, receive, send, "no model is called so")
-            return
-        name = max(fitting, key=len)
-        prefix = f"{root}{FOLDER}/{name}"
-        if inside == name:  # the page's own links begin in its folder
-            link = f"{quote(name.rpartition('/')[2])}/"
-            await Response(status_code=307, headers={"location": link})(scope, receive, send)
-        elif inside == f"{name}/metrics":
-            await self._own({**scope, "path": f"{root}/metrics"}, receive, send)
-        else:
-            await self._of_models[name]({**scope, "root_path": prefix}, receive, send)
+    def of_several(self) -> Mapping[str, Handler]:
+        """Pages that show one pool, where there are several."""
+        return {"livePage": self._index, **dict.fromkeys(("overview", "overviewStream", "observed"), self._none)}
 
-    async def _serve_pool(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
-        if len(self._of_models) == 1:
-            await next(iter(self._of_models.values()))(scope, receive, send)
-        elif path == "/":
-            await HTMLResponse(_index(self._front), headers=_POLICY)(scope, receive, send)
-        else:
-            await self._unknown(
-                scope,
-                receive,
-                send,
-                f"each model has a pool of its own, and {path} shows one; a command takes --admin URL/models/NAME",
-            )
+    async def no_model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The answer where no model has the name."""
+        await self._unknown("no model is called so")(scope, receive, send)
 
-    async def _serve_engine(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
+    async def _models(self, _: Request) -> ASGIApp:
+        return json_answer(Pools(_links(self._front)))
+
+    async def _engines(self, _: Request) -> ASGIApp:
+        return json_answer(Engines(_engines(self._front)))
+
+    async def _engine(self, request: Request) -> ASGIApp:
         """The drain or resume of one engine: by the pool that it belongs to."""
-        engine = path.removeprefix(f"{_ENGINES}/").rpartition("/")[0]
+        engine = request.path_params["name"]
         for name, app in self._of_models.items():
             view = self._front.controllers[name].engines
             if view is not None and any(row.name == engine for row in view.documents()):
-                await app(scope, receive, send)
-                return
+                return app
         names = ", ".join(dict.fromkeys(row.name for row in _engines(self._front)))
-        message = f"no engine is called {engine!r}; the engines are {names}"
-        await refused(404, "unknown_engine", message)(scope, receive, send)
+        raise RefusedByPage(404, "unknown_engine", f"no engine is called {engine!r}; the engines are {names}")
 
-    async def _unknown(self, scope: Scope, receive: Receive, send: Send, why: str) -> None:
+    async def _index(self, _: Request) -> ASGIApp:
+        return HTMLResponse(_index(self._front), headers=_POLICY)
+
+    async def _none(self, request: Request) -> ASGIApp:
+        path = request.url.path
+        why = f"each model has a pool of its own, and {path} shows one; a command takes --admin URL/models/NAME"
+        return self._unknown(why)
+
+    def _unknown(self, why: str) -> Response:
         paths = ", ".join(link.path for link in _links(self._front))
-        await refused(404, "unknown_model", f"{why}; the pools' pages are at {paths}")(scope, receive, send)
+        return refused(404, "unknown_model", f"{why}; the pools' pages are at {paths}")
+
+    async def _story(self, _: Request) -> ASGIApp:
+        return self._explain
 
     async def _explain(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A request is known to the pool of its model, or was refused before it had one."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from sidecar.admin.answers import Handler, RefusedByPage
 
@@ -313,7 +313,7 @@ def routes_for(handlers: Mapping[str, Handler]) -> list[Route]:
 
 
 def _route(path: str, handlers: Mapping[str, Handler]) -> Route:
-    async def answered(request: Request) -> Response:
+    async def answered(request: Request) -> ASGIApp:
         try:
             return await handlers["GET" if request.method == "HEAD" else request.method](request)
         except RefusedByPage as refusal:

@@ -184,7 +184,7 @@ class AdmissionController:
         self.pending_aborts: Final = PendingAborts(pool.now_us)
         self.watchdog: Final = services.watchdog
         self.watchdog.interval_s = _interval_s(policy)
-        self._guard_watch = GuardWatch(pool)
+        self._guard_watch = GuardWatch(pool, lambda: not self.passes_all)
         self.watchdog.on_armed += [self.pending_aborts.follow, self._guard_watch.look]
         self.is_draining = False
         self.self_views: Final[dict[tuple[str, int], tuple[int, bytes]]] = {}

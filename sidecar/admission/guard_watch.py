@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sidecar.pools import Pool
 
@@ -18,8 +18,8 @@ _log = logging.getLogger("sidecar.guard")
 class GuardWatch:
     """The tiers whose guard is in vain. `look` is called at every interval of the watchdog."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    def __init__(self, pool: Pool, is_enforced: Callable[[], bool] = lambda: True) -> None:
+        self._pool, self._is_enforced = pool, is_enforced
         self._in_vain: tuple[str, ...] = ()
 
     def look(self) -> None:
@@ -37,4 +37,5 @@ class GuardWatch:
         return [_IN_VAIN.format(tier) for tier in self._found()]
 
     def _found(self) -> tuple[str, ...]:
-        return tuple(guard.tier for guard in self._pool.guards() if guard.is_in_vain)
+        found = tuple(guard.tier for guard in self._pool.guards() if guard.is_in_vain)
+        return found if found and self._is_enforced() else ()  # in the dry run, others hold what they want

@@ -1,6 +1,6 @@
 """One request of a guarded tier whose times are computed, not seen: a shadow request, or one of `sidecar simulate`.
 
-It tells the pool what a request of HTTP would (`slo_report` has the rules).
+It tells the pool what a request of HTTP would (`slo_report` has the rules). Its answer streams.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ CHECKED_AFTER_S = 0.25
 class SloFollower:
     """The request came at `arrived_us` of the pool's clock. `note` takes whether it missed.
 
-    `is_too_long` says whether an idle engine would be late with its first token. One that does not `stream` shows none.
+    `is_too_long` says whether an idle engine would be late with its first token.
     """
 
-    __slots__ = ("_is_sent", "_is_too_long", "_objective", "_pool", "_report", "_streams", "_timer")
+    __slots__ = ("_is_sent", "_is_too_long", "_objective", "_pool", "_report", "_timer")
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         pool: Pool,
         objective: Objective,
         arrived_us: int,
         note: Callable[[bool], None],
         is_too_long: Callable[[], bool],
-        streams: bool = True,
     ) -> None:
         self._pool, self._objective = pool, objective
-        self._is_too_long, self._streams = is_too_long, streams
+        self._is_too_long = is_too_long
         self._is_sent = False
         self._report = SloReport(note, arrived_us + objective.ttft_us)
         self._timer = asyncio.get_running_loop().call_later(objective.ttft_us / 1e6, self._check)
@@ -57,19 +56,11 @@ class SloFollower:
     def first_token(self) -> None:
         """Its first token comes now."""
         self._timer.cancel()
-        if self._streams:
-            self._first(is_missed=self._pool.now_us() >= self._report.due_us)
+        self._first(is_missed=self._pool.now_us() >= self._report.due_us)
 
     def finished(self, later_us: float, tokens: float) -> None:
-        """An answer of so many tokens a sequence ends now, so long after its first token."""
-        self._timer.cancel()
-        may_take_us = max(0.0, tokens - 1) * self._objective.tpot_us
-        if self._streams:
-            self._report.complete(is_slow=later_us > may_take_us)
-        elif self._pool.now_us() >= self._report.due_us + may_take_us:
-            self._first(is_missed=True)
-        else:
-            self._report.complete(is_slow=False)
+        """An answer of so many tokens a sequence ends so long after its first token."""
+        self._report.complete(is_slow=later_us > max(0.0, tokens - 1) * self._objective.tpot_us)
 
     def refused(self) -> None:
         """Its wait has ended without a grant, and its client is there."""
@@ -81,8 +72,6 @@ class SloFollower:
         self._timer.cancel()
 
     def _check(self) -> None:
-        if self._is_sent and not self._streams:
-            return
         if self._report.is_overdue(self._pool.now_us(), waits=not self._is_sent):
             self._first(is_missed=True)
         elif not self._report.is_first_known:

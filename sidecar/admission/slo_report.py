@@ -5,7 +5,8 @@ the later ones came in time. A first token that is not there when it is due has 
 comes. An answer that does not stream shows no tokens. It has missed where it comes after its last token is due: then
 one of both times was too long.
 
-A first token that is late for another reason than less important work counts as in time: see `excuse`.
+A first token that is late for another reason than less important work (`excuse`) is no miss, and was not in time:
+such a request counts only if its later tokens are slow.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class SloReport(msgspec.Struct, eq=False):
     is_excused: bool = False
     _is_told: bool = False
     _is_overdue: bool = False
+    _is_late: bool = False
     _obstacle: Callable[[], tuple[Obstacle, str]] | None = None
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]]) -> None:
@@ -77,10 +79,12 @@ class SloReport(msgspec.Struct, eq=False):
             self.is_first_known = True
             if is_missed and not self.is_excused:
                 self._tell(is_missed=True)
+            self._is_late = is_missed
 
     def complete(self, *, is_slow: bool) -> None:
         """The answer is complete: its later tokens came in time, or too slowly."""
-        self._tell(is_missed=is_slow)
+        if is_slow or not self._is_late:
+            self._tell(is_missed=is_slow)
 
     def _tell(self, *, is_missed: bool) -> None:
         if not self._is_told:

@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -24,7 +24,7 @@ from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.declared import figures as as_figures
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError, Problem, dotted
-from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_certain_request, largest_request
+from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.store import STORE_VARIABLE
 from sidecar.policy.tenant import Tenant
@@ -161,29 +161,23 @@ def _pool_figures(policy: Policy) -> dict[str, Any]:
 
 
 def _tier_figures(policy: Policy, tier: TierRules) -> dict[str, Any]:
+    return {"tier": tier.name, **{name: _both(*pair) for name, pair in _amounts(policy, tier).items()}}
+
+
+def _amounts(policy: Policy, tier: TierRules) -> dict[str, tuple[int, int]]:
+    """A tier's parts of its pool, each in tokens and in requests, in the order of the table's columns."""
+    tokens, requests = map(min, largest_certain_request(policy.rules, tier.level), policy.largest_engine)
     return {
-        "tier": tier.name,
-        "reserve": _both(tier.reserve_tokens, tier.reserve_requests),
-        "headroom": _both(tier.headroom_tokens, tier.headroom_requests),
-        "limit": _both(tier.limit_tokens, tier.limit_requests),
-        "largest_request": _both(*_largest(policy, tier.level)),
-        "largest_certain_request": _both(*_certain(policy, tier.level)),
+        "reserve": (tier.reserve_tokens, tier.reserve_requests),
+        "headroom": (tier.headroom_tokens, tier.headroom_requests),
+        "limit": (tier.limit_tokens, tier.limit_requests),
+        "largest_request": SizeLimits(policy).limits(tier.level),
+        "largest_certain_request": (min(tokens, policy.tiers[tier.level].max_request_tokens or tokens), requests),
     }
 
 
 def _both(tokens: int, requests: int) -> dict[str, int | None]:
     return {"tokens": bounded(tokens), "requests": bounded(requests)}
-
-
-def _largest(policy: Policy, level: int) -> tuple[int, int]:
-    """The size limit of a tier."""
-    return SizeLimits(policy).limits(level)
-
-
-def _certain(policy: Policy, level: int) -> tuple[int, int]:
-    """The part of the size limit that is certain even in an emergency."""
-    tokens, requests = map(min, largest_certain_request(policy.rules, level), policy.largest_engine)
-    return min(tokens, policy.tiers[level].max_request_tokens or tokens), requests
 
 
 def summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
@@ -230,12 +224,12 @@ _HELD = {
 class _Dimension:
     """One dimension of the pool as a table shows it. `index` is its place in a pair of tokens and requests.
 
-    `rules` are those of a nominal pool where only the engine knows the size: the table then has shares.
+    `policy` is that of a nominal pool where only the engine knows the size: the table then has shares.
     """
 
     title: str
     index: int
-    rules: PoolRules
+    policy: Policy
     is_share: bool = False
 
 
@@ -245,15 +239,17 @@ def _tables(policy: Policy) -> list[str]:
 
 def _dimensions(policy: Policy) -> Iterator[_Dimension]:
     """Dimensions that are bounded, by the policy or by the engine."""
-    of_engine = policy.rules_for(NOMINAL, NOMINAL)
+    # What a tier's max_request_tokens are of the pool is not known.
+    tiers = tuple(replace(tier, max_request_tokens=None) for tier in policy.tiers)
+    nominal = replace(policy, rules=policy.rules_for(NOMINAL, NOMINAL), tiers=tiers)
     if policy.reads_capacity and not policy.is_sized:  # both have the same shares
-        yield _Dimension("share of the pool", _TOKENS, of_engine, is_share=True)
+        yield _Dimension("share of the pool", _TOKENS, nominal, is_share=True)
         return
     for index, name in enumerate(("tokens", "requests")):
         if (policy.rules.tokens, policy.rules.requests)[index] < UNLIMITED:
-            yield _Dimension(f"in {name}", index, policy.rules)
+            yield _Dimension(f"in {name}", index, policy)
         elif policy.reads_capacity:
-            yield _Dimension(f"share of {name}", index, of_engine, is_share=True)
+            yield _Dimension(f"share of {name}", index, nominal, is_share=True)
 
 
 _TOKENS = 0
@@ -262,41 +258,19 @@ _HEAD = ("kept idle", "limit", "size limit", "certain size")
 
 def _table(policy: Policy, dimension: _Dimension) -> str:
     """One row for each tier, and the rule that sets its size limit."""
-    sizes, rows, reasons = SizeLimits(policy), [], []
-    sizes.change_rules(dimension.rules, policy.largest_engine)
-    for tier in dimension.rules.tiers:
-        largest, certain, most = _sizes(policy, dimension, tier.level)
-        amounts = (*(pair[dimension.index] for pair in _pairs(tier)), largest, certain)
-        rows.append((tier.name, *(_share(amount) if dimension.is_share else f"{amount:,}" for amount in amounts)))
-        is_amount = dimension.index == _TOKENS and not dimension.is_share
-        reason = sizes.reason(tier.level, largest, tokens=is_amount)
+    pool, index, is_share = dimension.policy, dimension.index, dimension.is_share
+    sizes, rows, reasons = SizeLimits(pool), [], []
+    for tier in pool.rules.tiers:
+        pairs = _amounts(pool, tier)
+        amounts = [pair[index] for pair in pairs.values()]
+        rows.append((tier.name, *(of.percent(Fraction(it, NOMINAL)) if is_share else f"{it:,}" for it in amounts)))
+        largest = pairs["largest_request"][index]
+        reason = sizes.reason(tier.level, largest, tokens=index == _TOKENS and not is_share)
+        most = policy.tiers[tier.level].max_request_tokens if is_share and index == _TOKENS else None
         reasons.append(reason if most is None else f"{reason}; {most:,} tokens at most, its max_request_tokens")
     floor = "floor" if policy.rules.is_by_gain else "reserve"
     lines = table([(dimension.title, floor, *_HEAD), *rows])
-    return "\n".join(f"{line}  {rule}" for line, rule in zip(lines, ["size limit set by", *reasons], strict=True))
-
-
-def _sizes(policy: Policy, dimension: _Dimension, level: int) -> tuple[int, int, int | None]:
-    """The size limit, the certain size, and `max_request_tokens` where it cannot be compared with a share."""
-    index = dimension.index
-    if not dimension.is_share:
-        return _largest(policy, level)[index], _certain(policy, level)[index], None
-    most = policy.tiers[level].max_request_tokens if index == _TOKENS else None
-    rules = dimension.rules
-    return largest_request(rules, level)[index], largest_certain_request(rules, level)[index], most
-
-
-def _share(amount: int) -> str:
-    return of.percent(Fraction(amount, NOMINAL))
-
-
-def _pairs(tier: TierRules) -> tuple[tuple[int, int], ...]:
-    """Reserve, headroom and limit, each in tokens and requests."""
-    return (
-        (tier.reserve_tokens, tier.reserve_requests),
-        (tier.headroom_tokens, tier.headroom_requests),
-        (tier.limit_tokens, tier.limit_requests),
-    )
+    return "\n".join(f"{line}  {said}" for line, said in zip(lines, ["size limit set by", *reasons], strict=True))
 
 
 def _legend(policy: Policy) -> Sequence[str]:

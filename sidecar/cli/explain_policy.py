@@ -112,7 +112,7 @@ class RequestExplanation:
         self._found: Found = {}
 
     async def of(self, target: str, pairs: Headers, body: bytes | None) -> Found:
-        """All that can be said of a request to a path, perhaps with a query, as JSON types."""
+        """All that is known of a request to a path, perhaps with a query, as JSON types."""
         path, _, text = target.partition("?")
         query = text.encode("utf-8", "surrogateescape")
         endpoint = find_endpoint(self._snapshot.endpoints, {"path": path})

@@ -14,7 +14,7 @@ from time import gmtime, strftime
 
 from sidecar.cli.admin_client import add_admin, read_page
 from sidecar.cli.output import require_writable, show
-from sidecar.cluster.dry_run import ObservedReport, ObservedRow
+from sidecar.cluster.dry_run import ObservedReport, ObservedRow, ObservedSlo
 from sidecar.cluster.phrases import count
 from sidecar.durations import short_duration
 from sidecar.tools.text import table, wrapped
@@ -63,6 +63,8 @@ def lines(report: ObservedReport) -> list[str]:
         return lines
     lines += ["", "If the policy had been enforced:", "", *_rows("TIER", report.tiers)]
     lines += ["", *_rows("TENANT", report.tenants)]
+    for slo in report.slo:
+        lines += ["", *wrapped(_slo(slo))]
     lines += ["", *_details(report), *wrapped(_LEGEND)]
     if report.doubts:
         lines += wrapped(_MARKED)
@@ -115,6 +117,20 @@ def _rows(heading: str, rows: Sequence[ObservedRow]) -> list[str]:
     return table(
         cells + [[_name(row) + ("" if row.is_trusted else " !"), *(cell(row) for _, cell in _COLUMNS)] for row in rows]
     )
+
+
+def _slo(slo: ObservedSlo) -> str:
+    """Sentences about a tier that would be held to its SLO."""
+    marked = "" if slo.is_trusted else " !"
+    share = "" if slo.share is None else f" Less important requests would fill the pool to {slo.share:.0%} now."
+    return (
+        f"SLO of {slo.tier}{marked}: {_part(slo.met, slo.missed)} streams met it as they passed; by estimate "
+        f"{_part(slo.would_meet, slo.would_miss)} would have, of {100 * slo.hold:.4g}% promised.{share}"
+    )
+
+
+def _part(met: int, missed: int) -> str:
+    return f"{100 * met / (met + missed):.1f}% of {met + missed:,}" if met + missed else "none"
 
 
 def _details(report: ObservedReport) -> list[str]:

@@ -9,14 +9,16 @@ and those that would still wait, with their waits so far. They are right to 5%. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
 from sidecar.cluster.doubts import Doubt, doubts
 from sidecar.durations import short_duration
+from sidecar.events import ShadowHolds
 from sidecar.policy.choices import Mode
 from sidecar.policy.model import Policy
+from sidecar.pools.guards import GuardFigures
 from sidecar.telemetry.dry_run import DryRunCounts, DryRunReport, added_up
 
 
@@ -52,13 +54,32 @@ class ObservedRow(msgspec.Struct, frozen=True):
     is_trusted: bool = True
 
 
+class ObservedSlo(msgspec.Struct, frozen=True):
+    """A tier that would be held to its SLO. `met` and `missed` are its streams as they passed.
+
+    `would_meet` and `would_miss` are estimates of what they would have done when enforcing: first tokens as the engine
+    is known to give them, and paces as it is known to have among so many. Of answers that do not stream nothing is
+    said. Less important requests would fill the pool to `share` of it now, None once observing is over. `is_trusted` is
+    false where a doubt of the report concerns it.
+    """
+
+    tier: str
+    hold: float
+    met: int
+    missed: int
+    would_meet: int
+    would_miss: int
+    share: float | None
+    is_trusted: bool
+
+
 class ObservedReport(msgspec.Struct, frozen=True):
     """All rows of one process, by one policy. `since_s` is None where nothing was observed; `until_s` while observing
     goes on.
 
     `replicas` has the process that was counted; `left_out` are the other replicas of the pool that observe, too.
     `undecided` are the requests that would still be waiting. `conclusion` says it in words, and `doubts` say why it is
-    not to be trusted at this load.
+    not to be trusted at this load. `slo` has the tiers with `hold`.
     """
 
     mode: str
@@ -74,14 +95,20 @@ class ObservedReport(msgspec.Struct, frozen=True):
     tenants: list[ObservedRow]
     until_s: float | None = None
     doubts: list[Doubt] = []
+    slo: list[ObservedSlo] = []
 
 
-def observed_report(
-    policy: Policy, period: DryRunReport | None, replica: str, others: Sequence[str], at_s: float
+def observed_report(  # noqa: PLR0917
+    policy: Policy,
+    period: DryRunReport | None,
+    replica: str,
+    others: Sequence[str],
+    at_s: float,
+    guards: Sequence[GuardFigures] = (),
 ) -> ObservedReport:
     """The report at `at_s` of a `replica` by this policy; once the policy is enforced, of the last `period`.
 
-    `others` are the replicas that observe, too.
+    `others` are the replicas that observe, too. `guards` are the guarded tiers of the pool, as they are now.
     """
     if period is not None and policy.mode is Mode.OBSERVE and period.generation != policy.generation:
         period = None
@@ -106,7 +133,28 @@ def observed_report(
         tenants=[_row(name, by_tenant[name], is_trusted=not found) for name in tenants],
         until_s=None if period is None or period.until_s is None else round(period.until_s, 3),
         doubts=found,
+        slo=[] if period is None else _slo(policy, period, guards, doubted),
     )
+
+
+def _slo(
+    policy: Policy, period: DryRunReport, guards: Sequence[GuardFigures], doubted: Collection[str]
+) -> list[ObservedSlo]:
+    shares = {guard.tier: guard.share for guard in guards if period.until_s is None}
+    return [
+        ObservedSlo(
+            tier=tier.name,
+            hold=float(tier.hold),
+            met=holds.met,
+            missed=holds.missed,
+            would_meet=holds.would_meet,
+            would_miss=holds.would_miss,
+            share=shares.get(tier.name),
+            is_trusted=not {"", tier.name} & {*doubted},
+        )
+        for tier in policy.tiers
+        if tier.hold and (holds := period.holds.get(tier.name, ShadowHolds()))
+    ]
 
 
 def _row(name: str, tally: DryRunCounts, *, is_trusted: bool) -> ObservedRow:

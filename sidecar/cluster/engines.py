@@ -77,7 +77,7 @@ class EngineLists:
     def __init__(self) -> None:
         self._differs: Mapping[str, tuple[str, float]] = {}  # replica -> the sentence, and since when
 
-    def hear(self, reports: Iterable[ReplicaReport], own: ReplicaReport, at_s: float) -> None:
+    def compare(self, reports: Iterable[ReplicaReport], own: ReplicaReport, at_s: float) -> None:
         """The other replicas that are there, as they are now."""
         differs: dict[str, tuple[str, float]] = {}
         mine = _names(own)

@@ -15,7 +15,6 @@ import msgspec
 from sidecar.cluster.document import Overview, RefusalView, TenantView, TierShare, TierView, TierWaits
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.engines import EngineLists, engine_reports, engine_rows
-from sidecar.cluster.guards import GuardHistory
 from sidecar.cluster.phrases import (
     as_guarded,
     crowd,
@@ -27,7 +26,7 @@ from sidecar.cluster.phrases import (
 )
 from sidecar.cluster.report import PeerReports, ReceivedReport, ReplicaReport, pack, read_peers, replica_views
 from sidecar.cluster.sources import Sources
-from sidecar.cluster.tiers import is_alone, sum_waits, tier_shares, tier_waits
+from sidecar.cluster.tiers import GuardHistory, is_alone, sum_waits, tier_shares, tier_waits
 from sidecar.engines.view import Amount
 from sidecar.events import Refused
 from sidecar.policy.choices import Mode
@@ -61,7 +60,7 @@ class Generations:
         self._others: dict[str, ReplicaReport] = {}
         self._differs: dict[str, tuple[str, str, float]] = {}  # replica -> both generations, and since when
 
-    def hear(self, reports: Iterable[ReplicaReport], own: str, at_s: float) -> None:
+    def compare(self, reports: Iterable[ReplicaReport], own: str, at_s: float) -> None:
         """The other replicas that are there, as they are now, without those that do not say what they run."""
         self._others = {report.replica: report for report in reports if report.generation}
         differs: dict[str, tuple[str, str, float]] = {}
@@ -171,7 +170,8 @@ class PoolOverview:
     def _observed(self, replica: str, others: Iterable[ReceivedReport], at_s: float) -> ObservedReport:
         period = self._sources.observed(MOST_OBSERVED_TENANTS)
         not_counted = [it.report.replica for it in others if it.report.mode == Mode.OBSERVE.value]
-        return observed_report(self._sources.policy(), period, replica, not_counted, at_s)
+        policy, guards = self._sources.policy(), self._sources.pool.guards()
+        return observed_report(policy, period, replica, not_counted, at_s, guards)
 
     def _overview(self, at_s: float) -> Overview:
         sources, policy = self._sources, self._sources.policy()
@@ -291,18 +291,18 @@ class PoolOverview:
         except StoreError as reason:
             is_shown = is_alone(self._sources.pool.state())
             self._trouble = None if is_shown else f"the other replicas are not shown: {reason}"
-            self._hear(report)
+            self._compare(report)
             return False
         self._peers, self._trouble = read_peers(peers, self._now_s()), None
-        self._hear(report)
+        self._compare(report)
         return True
 
-    def _hear(self, own: ReplicaReport) -> None:
+    def _compare(self, own: ReplicaReport) -> None:
         """Notes what the others run, those that are still there."""
         at_s = self._now_s()
         reports = [one.report for one in self._others(at_s)]
-        self._generations.hear(reports, self._sources.policy().generation, at_s)
-        self._engine_lists.hear(reports, own, at_s)
+        self._generations.compare(reports, self._sources.policy().generation, at_s)
+        self._engine_lists.compare(reports, own, at_s)
 
     def _report_defect(self) -> None:
         """Logs the exception being handled, once for as long as it lasts."""

@@ -8,7 +8,7 @@ from sidecar.cluster.document import ReplicaView, TenantView, TierGuard, TierVie
 from sidecar.durations import short_duration
 from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.policy.choices import Mode
-from sidecar.telemetry.ahead import in_words
+from sidecar.telemetry.ahead import in_words, times
 from sidecar.telemetry.recent import Overtakings
 
 STARVES_FROM_S = 0.05
@@ -27,11 +27,6 @@ def count(number: int) -> str:
         if number >= size * 10 or (number >= size and letter != "k"):
             return f"{number / size:.{1 if number < 100 * size else 0}f}".removesuffix(".0") + letter
     return f"{number:,}"
-
-
-def times(number: int) -> str:
-    """How often."""
-    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
 
 
 def preempted(tier: TierView) -> str:

@@ -19,6 +19,7 @@ from sidecar.figures import readings
 from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.policy.choices import Mode
 from sidecar.policy.model import Policy
+from sidecar.tasks import running_loop
 from sidecar.telemetry.metrics.instruments import TENANT_TOKENS_HELD, Counters, PoolSample
 from sidecar.telemetry.metrics.store import CHANGES
 from sidecar.telemetry.metrics.tenants import TenantCounts
@@ -55,12 +56,12 @@ class PoolSampler:
     def _note_loop(self, _: RequestRecord, __: Received) -> None:
         """The event loop that serves requests; it stays until it is closed."""
         if self._loop is None or self._loop.is_closed():
-            self._loop = _running_loop()
+            self._loop = running_loop()
 
     def __call__(self) -> PoolSample | None:
         """The pool as it stands; as it last stood where its loop has no time; None where that is not known."""
         loop = self._loop
-        if loop is None or not loop.is_running() or loop is _running_loop():
+        if loop is None or not loop.is_running() or loop is running_loop():
             return self._take()  # nothing else can be changing it
         taking = self._take_on_loop()
         try:
@@ -126,10 +127,3 @@ def _with_earlier(same: Sequence[EngineDocument]) -> EngineDocument:
         unprefilled_tokens=sum(it.unprefilled_tokens for it in same),
         in_flight=sum(it.in_flight for it in same),
     )
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

@@ -71,7 +71,7 @@ def connect_threads(
 ) -> ThreadAdmission:
     """`connect` for plain threads. Ends with the `with` block that it is used in, or with `close`.
 
-    Connect in each process, after a fork. Where the process ends without either, the pool hears of it at its end.
+    Connect in each process, after a fork. Where the process ends without either, the pool is informed at its end.
     """
     thread, connection = LoopThread(), connect(store, policy=policy, engine=engine)
     try:

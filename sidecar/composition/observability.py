@@ -21,9 +21,9 @@ from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Pool
 from sidecar.pools.base import QueueMark
 from sidecar.telemetry.dispatch import EventDispatcher, Fanout, Listener
-from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
+from sidecar.telemetry.dry_run import DryRunStats
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.logs.request_log import RequestLog, UnguardedLog, access_log
+from sidecar.telemetry.logs.request_log import RequestLog, access_log
 from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
 from sidecar.telemetry.metrics.tenants import shown_tenants
 from sidecar.telemetry.recent import Recent
@@ -97,8 +97,8 @@ class Observability:
             self.observer = EventDispatcher(self._spans, [*listeners, recent])
         else:
             self.observer = EventDispatcher(self._spans, listeners, failure_log=self._log)
-        self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
-        self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
+        self.observed = Fanout([self._dry_run.note, metrics.note_observed, self._log.note_observed])
+        self.unguarded = Fanout([metrics.note_unguarded, self._log.note_unguarded])
         self._live = PoolOverview(sources, generations=generations)
         controller.engine_watch.on_change.append(self._live.share_now)
         self._usage = usage
@@ -244,7 +244,7 @@ def _tracer(controller: AdmissionController, policy: Policy, waits: WaitFinder, 
 
 
 def _place(pool: Pool, tiers: Sequence[str], record: RequestRecord) -> int | None:
-    """How many requests are before one that waits, as its client is told; not known once it was preempted."""
+    """How many requests are before one that waits, as its client sees it; not known once it was preempted."""
     mark = None if record.queued is None else record.queued.mark
     if mark is None or record.tier not in tiers:
         return None

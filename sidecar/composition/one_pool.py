@@ -22,6 +22,7 @@ from sidecar.composition.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.choices import Mode
 from sidecar.policy.model import Policy, is_forced
+from sidecar.tasks import running_loop
 
 if TYPE_CHECKING:
     from sidecar.policy.reload import PolicyFiles
@@ -169,15 +170,15 @@ class OnePool:
         served in this very event loop. Else it is one of an app made anew.
         """
         is_in_use = bool(self.members) and not self._has_ended
-        return is_in_use and (self._loop is None or self._loop is _running_loop())
+        return is_in_use and (self._loop is None or self._loop is running_loop())
 
     def serves_here(self) -> bool:
         """True if a lifespan is open in the running event loop: whatever else serves there is of the same app."""
-        return self.has_lifespan and self._loop is _running_loop()
+        return self.has_lifespan and self._loop is running_loop()
 
     def is_elsewhere(self) -> bool:
         """True if an event loop that runs in another thread is served."""
-        return self._loop is not None and self._loop is not _running_loop() and self._loop.is_running()
+        return self._loop is not None and self._loop is not running_loop() and self._loop.is_running()
 
     def join(self, member: PoolMiddleware) -> None:
         """A middleware has this pool from now on."""
@@ -198,7 +199,7 @@ class OnePool:
 
     def begin_serving(self) -> None:
         """A scope comes in the running event loop. Raises ValueError where there is none of asyncio's, or another."""
-        loop = _running_loop()
+        loop = running_loop()
         if loop is None:
             raise ValueError(NO_ASYNCIO)
         if self.is_elsewhere():
@@ -300,10 +301,3 @@ def find_pool(source: PolicySource) -> OnePool | None:
 def pool_here(source: PolicySource) -> OnePool | None:
     """The pool of `source` that the running event loop serves already, None where there is none."""
     return next((pool for pool in tuple(_pools) if pool.serves_here() and pool.source.is_same(source)), None)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

@@ -32,7 +32,7 @@ class EngineDocument(msgspec.Struct, frozen=True):
     asked it.
 
     `held`, `unprefilled_tokens` and `claims` are the pool's, of all its processes. `capacity` is None until the engine
-    has said it; `effective` is what counts of it now: less in a slow start. `in_flight`, `ejections` (by cause),
+    has stated it; `effective` is what counts of it now: less in a slow start. `in_flight`, `ejections` (by cause),
     `replays` (by reason), and the sums of tokens are this process's: `prompt_tokens` were sent to the engine, of which
     it was predicted to have `predicted_tokens`; it reported that it had `measured_tokens`, None where it reports none.
 

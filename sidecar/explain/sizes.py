@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sidecar.explain.document import Explanation, RequestFacts, SizeDetails
-from sidecar.telemetry.ahead import counted
+from sidecar.telemetry.ahead import counted, times
 
 MAXIMUM = "maximum"
 
@@ -70,11 +70,7 @@ def moved(story: Explanation) -> str | None:
     size, ended = story.size, story.ended
     if size is None or ended is None or size.held_tokens is None:
         return None
-    grew = f" after it grew {_times(size.growths)}" if size.growths else ", and never grew"
+    grew = f" after it grew {times(size.growths)}" if size.growths else ", and never grew"
     by = "by the engine's count" if ended.output_tokens is not None else "by our estimate"
     output = "" if ended.output_tokens is None else f", {ended.output_tokens:,} of them output"
     return f"It held {size.held_tokens:,} at its end{grew}. It really used {ended.tokens_used:,}{output}, {by}"
-
-
-def _times(number: int) -> str:
-    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")

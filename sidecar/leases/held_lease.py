@@ -280,7 +280,7 @@ class HeldLease(TurnUser):
             self._when_preempted()
 
     def _refuse_other_loops(self) -> None:
-        """Raises RuntimeError where the pool's event loop is another one: no grant would ever be heard of here."""
+        """Raises RuntimeError where the pool's event loop is another one: no grant would ever arrive here."""
         server = self._controller.server
         if server is not None and not server.done() and server.get_loop() is not asyncio.get_running_loop():
             raise RuntimeError(

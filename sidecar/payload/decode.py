@@ -550,7 +550,7 @@ class _Reader:
     """Reads the bodies of one API.
 
     `decode` reads the API's own fields, and raises ValidationError where the body has fields that it does not know:
-    most bodies have none, and are scanned once. `interpret` is told what those others carry, too.
+    most bodies have none, and are scanned once. `interpret` gets what those others carry, too.
     """
 
     def __init__(self, fields: type[_Fields], interpret: Callable[[Any, Carried], Payload]) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 EFFORTS = frozenset(("none", "minimal", "low", "medium", "high", "xhigh", "other"))
-"""Efforts that are told apart. Clients may send any word; all that are not known are one, `other`."""
+"""Efforts that are distinguished. Clients may send any word; all that are not known are one, `other`."""
 _CHOICES = frozenset(("none", "auto", "required"))
 _LOW_BUDGET, _MEDIUM_BUDGET = 2048, 8192
 """Tokens of a thinking budget up to which it counts as low and as medium effort. Anthropic's smallest is 1,024."""

@@ -32,8 +32,8 @@ class Capacity:
     read_from: Annotated[CapacitySource, of.Choice(CapacitySource, "source of a capacity")] | None = key(
         None, "`engine`: read what is not written here.", "engine", name="from"
     )
-    tokens: of.PositiveCount | None = key(None, "Tokens that the KV cache holds.", "400k")
-    requests: of.PositiveCount | None = key(None, "Requests in the running batch.", 160)
+    tokens: of.EngineAmount | None = key(None, "Tokens that the KV cache holds.", "400k")
+    requests: of.EngineAmount | None = key(None, "Requests in the running batch.", 160)
     fraction: of.Share = key(
         DEFAULT_FRACTION, "With `from: engine`: the part of the tokens read that the pool may fill.", "90%"
     )

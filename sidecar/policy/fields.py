@@ -60,6 +60,8 @@ _SERVICE = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
 _SRV = re.compile(rf"_[A-Za-z0-9-]{{1,62}}\._(tcp|udp)\.{_HOST}", re.ASCII)
 
 MOST_USAGE_DAYS = 400
+MOST_OF_AN_ENGINE = 10**12
+"""Tokens, or requests, of one engine. Sums and scores over 64 engines then stay below 2**53, so exact in Lua."""
 SHORTEST_PERIOD_S = Fraction(1, 10)
 """Shortest period of a repeated query. A shorter one costs an engine, or a name server, more than it is worth."""
 
@@ -159,6 +161,9 @@ _model_name = _named(
     _MODEL_NAME,
     "write up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -, a letter or a digit first",
     like="llama-70b",
+)
+_engine_amount = _at_most(
+    units.positive_count, MOST_OF_AN_ENGINE, "{} is more than one engine holds; write 1000G or less"
 )
 _rate = _at_most(
     units.positive_count,
@@ -447,6 +452,7 @@ Period = Annotated[float, Reads(_period, _DURATION, float)]
 Burst = Annotated[int, Reads(_burst, _DURATION, _microseconds)]
 Count = Annotated[int, Reads(units.count, _COUNT)]
 PositiveCount = Annotated[int, Reads(units.positive_count, _COUNT)]
+EngineAmount = Annotated[int, Reads(_engine_amount, _COUNT)]
 RateCount = Annotated[int, Reads(_rate, _COUNT)]
 BudgetCount = Annotated[int, Reads(_budget, _COUNT)]
 UsageDays = Annotated[int, Reads(_usage_days, _COUNT)]

@@ -20,15 +20,13 @@ from sidecar.policy.rules import UNLIMITED
 
 MOST_ENGINES = 64
 """Engines of one pool. A decision looks at each of them (`scheduling.scheduler`)."""
-MOST_OF_AN_ENGINE = 10**12
-"""Tokens, or requests, of one engine. Sums and scores over 64 engines then stay below 2**53, so exact in Lua."""
 PROMPT_CACHE_KEY = b"prompt_cache_key"
 """The source of a session that is a member of the body. Every other source is a header's name, in lower case."""
 
 
 def offered(amount: int | None) -> int:
     """An engine's tokens or requests, as its pool counts them. What an engine says of itself may be any number."""
-    return UNLIMITED if amount is None else min(amount, MOST_OF_AN_ENGINE)
+    return UNLIMITED if amount is None else min(amount, of.MOST_OF_AN_ENGINE)
 
 
 SOURCES = ("static", "file", "dns", "mounted")

@@ -5,16 +5,13 @@ As in `validate`, these look at the raw data and skip what cannot be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from sidecar.engines import NoPriorityEngine
 from sidecar.policy import fields as of
-from sidecar.policy.fleet import MOST_ENGINES, MOST_OF_AN_ENGINE
-from sidecar.policy.problems import Path, printable, quoted, unknown
-from sidecar.policy.units import count
-
-Found = Iterator[tuple[Path, str]]
+from sidecar.policy.fleet import MOST_ENGINES
+from sidecar.policy.problems import Found, Path, printable, quoted, unknown
 
 
 def capacity_mistakes(data: Mapping[str, object]) -> Found:
@@ -36,8 +33,8 @@ def fleet_mistakes(data: Mapping[str, object]) -> Found:
     fleet = engines if isinstance(engines, dict) else {}
     listed = fleet.get("static")
     yield from engine_mistakes(listed, ("engines", "static"))
-    yield from _sizes(fleet.get("capacity"), ("engines", "capacity"))
-    yield from _unreported(data.get("engine"), fleet)
+    capacities = [(("capacity",), data.get("capacity")), (("engines", "capacity"), _common_capacity(fleet))]
+    yield from _read_of_none(data.get("engine"), [*capacities, *_capacities(listed, ("engines", "static"))])
     if fleet.get("mounted") is True:
         yield from _mounted_problems(fleet, models)
         return
@@ -74,7 +71,7 @@ def _mounted_problems(fleet: Mapping[str, object], models: object) -> Found:
 
 
 def engine_mistakes(listed: object, path: Path) -> Found:
-    """Engines of one name or one address, and sizes that no engine has. `path` is where they are listed."""
+    """Engines of one name or one address, and keys that no engine has of its own. `path` is where they are listed."""
     names: dict[object, int] = {}
     urls: dict[tuple[str, str | None, int, str], str] = {}
     for place, entry in enumerate(listed if isinstance(listed, list) else []):
@@ -87,7 +84,6 @@ def engine_mistakes(listed: object, path: Path) -> Found:
             other = printable(urls[url])
             shown = quoted(str(entry["url"]))
             yield (*path, place, "url"), f"{shown} is engine {other}, which would count twice; remove one of them"
-        yield from _sizes(entry.get("capacity"), (*path, place, "capacity"))
         if isinstance(entry.get("capacity"), dict) and "learn" in entry["capacity"]:
             yield (
                 (*path, place, "capacity", "learn"),
@@ -100,7 +96,7 @@ def list_mistakes(data: Mapping[str, object], engine: str, *, in_one_pool: bool)
     """The mistakes of an engine list. `engine` is the name of the policy's engine."""
     listed, path = data.get("engines"), ("engines",)
     yield from engine_mistakes(listed, path)
-    yield from _read_of_none(engine, listed, path)
+    yield from _read_of_none(engine, _capacities(listed, path))
     if in_one_pool and isinstance(listed, list):
         yield from _too_many(len(listed), path)
 
@@ -117,38 +113,26 @@ def _url(value: object) -> tuple[str, str | None, int, str] | None:
     return parts.scheme, parts.hostname, parts.port or _PORTS[parts.scheme], parts.path
 
 
-def _sizes(capacity: object, path: Path) -> Found:
-    for kind in ("tokens", "requests"):
-        try:
-            size = count(capacity.get(kind)) if isinstance(capacity, dict) else 0
-        except ValueError:
-            continue
-        if size > MOST_OF_AN_ENGINE:
-            yield (*path, kind), f"{size} is more than one engine holds; write 1000G or less"
-
-
-def _unreported(engine: object, fleet: Mapping[str, object]) -> Found:
-    """A capacity that is to be read from an engine that reports none."""
-    listed, common = fleet.get("static"), fleet.get("capacity")
-    yield from _read_of_none(engine, listed, ("engines", "static"))
+def _common_capacity(fleet: Mapping[str, object]) -> object:
+    """The capacity of the engines that have none of their own; None where each has one."""
+    listed = fleet.get("static")
     is_needed = not isinstance(listed, list) or any(
         isinstance(entry, dict) and "capacity" not in entry for entry in listed
     )
-    if engine == NoPriorityEngine.name and fleet and is_needed and (common is None or _is_read(common)):
-        yield ("engines", "capacity"), "the engine none reports nothing; write tokens, requests or both"
+    return fleet.get("capacity", {"from": "engine"}) if fleet and is_needed else None
 
 
-def _read_of_none(engine: object, listed: object, path: Path) -> Found:
+def _capacities(listed: object, path: Path) -> Iterator[tuple[Path, object]]:
     for place, entry in enumerate(listed if isinstance(listed, list) else []):
-        if engine == NoPriorityEngine.name and isinstance(entry, dict) and _is_read(entry.get("capacity")):
-            yield (
-                (*path, place, "capacity"),
-                "the engine none reports nothing; write tokens, requests or both",
-            )
+        if isinstance(entry, dict):
+            yield (*path, place, "capacity"), entry.get("capacity")
 
 
-def _is_read(capacity: object) -> bool:
-    return isinstance(capacity, dict) and "from" in capacity
+def _read_of_none(engine: object, capacities: Iterable[tuple[Path, object]]) -> Found:
+    """Capacities that are to be read from an engine that reports none."""
+    for path, capacity in capacities if engine == NoPriorityEngine.name else ():
+        if isinstance(capacity, dict) and "from" in capacity:
+            yield path, "the engine none reports nothing; write tokens, requests or both"
 
 
 def _too_many(engines: int, path: Path) -> Found:

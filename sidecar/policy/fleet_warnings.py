@@ -9,7 +9,7 @@ from sidecar.durations import policy_duration
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.fleet import Discovery, EngineAddress, FleetPolicy
 from sidecar.policy.model import Policy
-from sidecar.policy.problems import Path, printable
+from sidecar.policy.problems import Found, Path, printable
 
 FAR_SMALLER = 10
 """An engine so many times smaller than the largest is more often a missing zero than a smaller machine."""
@@ -17,8 +17,6 @@ SLOW_ANSWER_TOKENS_S = 20
 """Output tokens a second that one answer gets from a busy engine: a slow one, faster than people read."""
 SLOWEST_EJECTION_S = 60.0
 """An engine that hangs for longer than this before it is taken out has as many requests as it can hold."""
-
-Found = Iterator[tuple[Path, str]]
 
 
 def fleet_warnings(policy: Policy) -> Found:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ValidationInfo, field_validator
 
 from sidecar.apis import STANDARD_PATHS
-from sidecar.engines import ENGINES, Engine, NoPriorityEngine
+from sidecar.engines import ENGINES, Engine
 from sidecar.engines.base import Carrier
 from sidecar.policy import fields as of
 from sidecar.policy.capacity import Capacity
@@ -289,13 +289,6 @@ class PoolFile:
         "it holds its tier's `max_request_tokens`, or else its size limit.",
         "hold",
     )
-
-    @field_validator("capacity")
-    @classmethod
-    def _engine_reports_it(cls, capacity: Capacity | None, info: ValidationInfo) -> Capacity | None:
-        if capacity is not None and capacity.is_read and info.data.get("engine") is NoPriorityEngine:
-            raise ValueError("the engine none reports nothing; write tokens, requests or both")
-        return capacity
 
     @field_validator("carrier")
     @classmethod

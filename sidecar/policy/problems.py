@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 Path = tuple[str | int, ...]
 """Where a value stands in a file: ("tiers", "high", "reserve")."""
+
+Found = Iterator[tuple[Path, str]]
+"""Sentences about values, each with where its value stands."""
 
 _ADDRESS = re.compile(r":/+")
 _KEY = re.compile(r"\bsk-[\w-]{4,}|sk-[\w-]{16,}")

@@ -1,14 +1,8 @@
-"""JSON Schemas of the policy's files, for editors: `python -m sidecar.policy.schema` writes them.
-
-The messages of mistakes and the reference read the same schemas.
-"""
+"""JSON Schemas of the policy's files: for editors, for the messages of mistakes, and for the reference."""
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import cache
-from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -28,11 +22,6 @@ SCHEMAS: dict[str, type[Any]] = {
 
 NAMED = {"tiers": "TierBody", "endpoints": "EndpointBody", "models": "ModelPolicy"}
 """The mappings whose keys are the operator's own names, and what each name may hold. Nothing at all is allowed too."""
-
-
-def schema_text(kind: Any) -> str:
-    """One file's schema as it is written to disk."""
-    return json.dumps(schema_document(kind), indent=2, ensure_ascii=False) + "\n"
 
 
 class _Schemas(GenerateJsonSchema):
@@ -111,13 +100,3 @@ def _tidied(node: Any, noise: frozenset[str], *, names: bool = False) -> Any:
         for key, value in node.items()
         if names or key not in noise
     }
-
-
-def write(folder: FilePath) -> None:
-    """Writes both schemas into `folder`."""
-    for name, model in SCHEMAS.items():
-        (folder / name).write_text(schema_text(model), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write(FilePath(sys.argv[1] if len(sys.argv) > 1 else "policies"))

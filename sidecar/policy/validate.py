@@ -20,13 +20,12 @@ from sidecar.policy import fields as of
 from sidecar.policy.declared import Context, written_name
 from sidecar.policy.fleet_validate import capacity_mistakes, fleet_mistakes
 from sidecar.policy.keys import read_hash
-from sidecar.policy.problems import Path, Problem, quoted, suggestion
+from sidecar.policy.problems import Found, Path, Problem, quoted, suggestion
 from sidecar.policy.schema import keys_at
 from sidecar.policy.source import Document
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.units import Ambiguous, count, share
 
-Found = Iterator[tuple[Path, str]]
 N = TypeVar("N", int, Fraction)
 T = TypeVar("T")
 
@@ -215,13 +214,15 @@ def _example(kind: Any, path: Path) -> str:
     """How a key is written; for one that has no example, the keys in it."""
     name, keys = str(path[-1]), keys_at(kind, path[:-1])
     examples = keys.get(name, {}).get("examples")
-    return f"{name}: {_flow(examples[0])}" if examples else "a mapping with " + ", ".join(keys)
+    return f"{name}: {flow(examples[0])}" if examples else "a mapping with " + ", ".join(keys)
 
 
-def _flow(value: object) -> str:
+def flow(value: object) -> str:
     """A value as an operator writes it on one line of YAML."""
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_flow(inner)}" for name, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {flow(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
+        return "[" + ", ".join(map(flow, value)) + "]"
     return f'"{value}"' if ":" in str(value) else str(value)

@@ -14,7 +14,7 @@ from sidecar.policy import fields as of
 from sidecar.policy.choices import Learn, Order, StoreLoss, TierSource, Unguarded, Unsized
 from sidecar.policy.fleet_warnings import fleet_warnings
 from sidecar.policy.model import Policy
-from sidecar.policy.problems import FilePlace, Path, Problem, dotted
+from sidecar.policy.problems import FilePlace, Found, Path, Problem, dotted
 from sidecar.policy.rules import MOST_EXCESS, UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 from sidecar.policy.tenant import Limits
 from sidecar.policy.tier import Tier, Timeouts
@@ -33,8 +33,6 @@ TAKES_BACK = "250ms"
 
 NOMINAL = 10_000
 """The requests of a pool whose size only the engine knows: its shares are judged, no amount is shown."""
-
-Found = Iterator[tuple[Path, str]]
 
 
 def warnings(policy: Policy, place: Callable[[Path], FilePlace | None] = lambda _path: None) -> tuple[Problem, ...]:

@@ -107,7 +107,7 @@ class QueueMark(NamedTuple):
 
 
 class QueueStanding(NamedTuple):
-    """How a waiting request stands, as far as can be told: the requests before it, and the seconds it has yet to wait.
+    """How a waiting request stands, as far as is known: the requests before it, and the seconds it has yet to wait.
 
     `wait_s` is None where the queue's pace says nothing.
     """

@@ -81,7 +81,7 @@ class Bids:
         return bool(self._tiers[level].queue)
 
     def count(self) -> int:
-        """How many bids the ledger knows, or will when it has heard all that is withdrawn."""
+        """How many bids the ledger knows, or will when it knows all that is withdrawn."""
         return sum(len(tier.shown) for tier in self._tiers) + len(self.withdrawn)
 
     def virtual(self) -> list[float]:
@@ -98,7 +98,7 @@ class Bids:
         self._tiers[ticket.tier].wait(ticket)
 
     def remove(self, ticket: Ticket) -> bool:
-        """One that is given up. Returns whether it was shown, so that the ledger must hear of it."""
+        """One that is given up. Returns whether it was shown, so that the ledger must learn of it."""
         tier = self._tiers[ticket.tier]
         self.waiting -= 1
         bid = self._bids.get(ticket.id)
@@ -135,7 +135,7 @@ class Bids:
                 self._shift(held, tenant, min(shown), tokens / weight)
 
     def has_urgent(self, now_us: int, of_level: int | None = None) -> bool:
-        """True if one is to be shown at once, and not with what is told next.
+        """True if one is to be shown at once, and not with what is sent next.
 
         Half of the bids of a tier are enough until then: those after them do not enter before them.
         """

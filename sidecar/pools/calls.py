@@ -98,30 +98,30 @@ class Withdrawn(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LeaseGrowth(msgspec.Struct, array_like=True, frozen=True):
-    """The growth of a lease. `told_with` is the number of the first call that said so: it is heard once."""
+    """The growth of a lease. `first_call` is the number of the first call that had it: it counts once."""
 
     tier: str
     tenant: str
     tokens: int
     weight: int
-    told_with: int
+    first_call: int
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True):
-    """A turn that its tier pays back. `told_with`: see `LeaseGrowth`."""
+    """A turn that its tier pays back. `first_call`: see `LeaseGrowth`."""
 
     tier: str
     owed_us: int
-    told_with: int
+    first_call: int
 
 
 class SloSeen(msgspec.Struct, array_like=True, frozen=True):
-    """Requests of a guarded tier that met its SLO, and those that missed it. `told_with`: see above."""
+    """Requests of a guarded tier that met its SLO, and those that missed it. `first_call`: see above."""
 
     tier: str
     met: int
     missed: int
-    told_with: int
+    first_call: int
 
 
 class GuardDecided(msgspec.Struct, array_like=True, frozen=True):
@@ -267,11 +267,11 @@ class Metered(msgspec.Struct, array_like=True, frozen=True):
 class ChargeSettled(msgspec.Struct, array_like=True, frozen=True):
     """A request that was charged has ended: it `used` so many tokens, None for its estimate.
 
-    `told_with` is the number of the first call that said so: it is heard once. `is_counted`: it counts as a request.
+    `first_call` is the number of the first call that had it: it counts once. `is_counted`: it counts as a request.
     `was_held`: it ran, so its time says how long requests take.
     """
 
-    told_with: int
+    first_call: int
     charge: rate_limit.Charge
     used: int | None
     is_counted: bool

@@ -39,7 +39,7 @@ class GrantsElsewhere:
         for name, before in self._served.items():
             self._served[name] = total.get(name, 0)
             by_others = 0 if is_first else self._served[name] - before - self._own[name]
-            self._own[name] = max(0, -by_others)  # it heard of a grant before the reply to an earlier call
+            self._own[name] = max(0, -by_others)  # it got a grant before the reply to an earlier call
             tokens.append(max(0, by_others))
         latest, self._latest = None if reply.latest == self._latest else reply.latest, reply.latest
         if latest is not None:

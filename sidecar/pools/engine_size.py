@@ -23,7 +23,7 @@ from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader,
 
 
 class EngineSize:
-    """Of one pool, which is told by `follow`. `clock` is the pool's; `read_every_s` is for tests."""
+    """Of one pool, which `follow` sets. `clock` is the pool's; `read_every_s` is for tests."""
 
     def __init__(
         self, policy: Policy, pages: Pages, clock: Clock = monotonic_us, read_every_s: float = READ_EVERY_S
@@ -58,7 +58,7 @@ class EngineSize:
             raise CapacityUnknown(trouble, retry_after_s=1)
 
     def sized(self, policy: Policy) -> Policy:
-        """Another policy, with what the engine last said by its fraction and figures."""
+        """Another policy, with what the engine last reported by its fraction and figures."""
         assert policy.engine_capacity is not None
         self._policy, self._capacity = policy, policy.engine_capacity
         self.reader.change_capacity(self._capacity)

@@ -11,13 +11,19 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from sidecar.pools.calls import NO_GUARD, PPM, Call, GuardDecided, GuardHeld, Reply, SloSeen
+from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, decide, first_state
 from sidecar.scheduling.guarded import DECIDE_EVERY_US, largest_share
 from sidecar.scheduling.scheduler import Scheduler
 
+_STATE_SIZE = len(GuardState._fields) + 1
+"""Of what a decision leaves to the next one: the controller's state, and the ledger's moment of the last one in vain.
+
+That is 0 for never. One of another ledger that is later than now counts as never."""
+
 IN_VAIN_US = 60_000_000
-"""For so long a decision shows that the guard was in vain. Another replica may make the next ones, or nobody."""
+"""For so long a decision shows that the guard was in vain. Perhaps nobody makes another one."""
 
 TOLD_EVERY_US = 1_000_000
 """What was seen is told so often: one tenant's part of it is found in that time."""
@@ -32,7 +38,7 @@ def take(scheduler: Scheduler, levels: Mapping[str, int], call: Call, last_numbe
             scheduler.guards.decide(guarded, Fraction(decided.share_ppm, PPM), now_us, decided.state)
     for seen in call.seen:
         guarded = scheduler.guards.of(levels.get(seen.tier, -1))
-        if guarded is not None and seen.told_with > last_number:
+        if guarded is not None and seen.first_call > last_number:
             guarded.met, guarded.missed = guarded.met + seen.met, guarded.missed + seen.missed
 
 
@@ -45,10 +51,10 @@ def held(scheduler: Scheduler, level: int) -> GuardHeld:
 
 
 def mirror(scheduler: Scheduler, level: int, held: GuardHeld) -> None:
-    """The scheduler of a replica has a guarded tier as a reply had it."""
+    """The scheduler of a replica has a tier as a reply had it: without a bound where the pool does not guard it."""
     guarded = scheduler.guards.of(level)
-    if guarded is not None and held.share_ppm:
-        guarded.share, guarded.decided_us = Fraction(held.share_ppm, PPM), held.decided_us
+    if guarded is not None:
+        guarded.share, guarded.decided_us = Fraction(held.share_ppm or PPM, PPM), held.decided_us
         guarded.met, guarded.missed, guarded.has_kept_out = held.met, held.missed, held.has_kept_out
 
 
@@ -76,7 +82,8 @@ class MemberGuard:
         self._counts: dict[int, dict[str, list[int]]] = {}
         self._decided: list[GuardDecided] = []
         self._seen: dict[int, list[int]] = {}  # since the process began
-        self._in_vain_us: dict[int, int] = {}
+        self._in_vain_until_us: dict[str, int] = {}
+        self._undecided_us: int | None = None  # first reply without a decision: others may state one
         self._tell_at_us: int | None = None
         self.change_rules(rules)
 
@@ -123,44 +130,50 @@ class MemberGuard:
             call.guards = self._decided
         self._decided = []
 
-    def due_in_us(self, reply: Reply) -> int | None:
-        """When something is to be decided, from the moment of a reply on; 0: now. None: nothing was seen since."""
+    def answered(self, reply: Reply, now_us: int) -> int | None:
+        """Takes a reply. Returns when something is to be decided, from its moment on; 0: now. None: nothing was seen.
+
+        A replica of other tiers holds nothing of the pool, and decides nothing.
+        """
+        if not self._levels:
+            return None
+        moments = {tier.tier: _in_vain_us(tier.guard) for tier in reply.tiers}
+        own_us = now_us - reply.now_us + IN_VAIN_US
+        self._in_vain_until_us = {tier: at + own_us for tier, at in moments.items() if 0 < at <= reply.now_us}
+        if reply.is_foreign:
+            return None
         own = {self._rules.tiers[level].name for level in self._levels}
-        found = [
-            max(0, of.decided_us + DECIDE_EVERY_US - reply.now_us)
-            for of in (tier.guard for tier in reply.tiers if tier.tier in own)
-            if of.share_ppm and (of.met or of.missed or of.has_kept_out or not of.decided_us)
-        ]
+        guards = [tier.guard for tier in reply.tiers if tier.tier in own and tier.guard.share_ppm]
+        if all(of.decided_us for of in guards):
+            self._undecided_us = None
+        elif self._undecided_us is None or reply.now_us < self._undecided_us:
+            self._undecided_us = reply.now_us
+        found = [self._due_in_us(of, reply) for of in guards if of.met or of.missed or of.has_kept_out]
         return min(found, default=None)
 
-    def decide(self, reply: Reply, pool: Scheduler, now_us: int) -> None:
+    def _due_in_us(self, of: GuardHeld, reply: Reply) -> int:
+        since_us = of.decided_us or self._undecided_us or 0
+        return max(0, since_us + DECIDE_EVERY_US - reply.now_us)
+
+    def decide(self, reply: Reply, pool: Scheduler) -> None:
         """Decides by a reply, and by what the tiers of the `pool` hold."""
         guards = {tier.tier: tier.guard for tier in reply.tiers}
         for level in self._levels:
             tier = self._rules.tiers[level]
             of, guarded = guards.get(tier.name, NO_GUARD), pool.guards.of(level)
-            if guarded is None or not of.share_ppm or reply.now_us < of.decided_us + DECIDE_EVERY_US:
+            if guarded is None or not of.share_ppm or self._due_in_us(of, reply):
                 continue
             held = pool.guards.held_below(guarded), pool.held, guarded.floors
             below, total, floors = (largest_share(amount, pool.capacity) for amount in held)
             if held[0][1] <= 1:
                 below = 0.0  # one is let in at any share: a smaller share is no help
             seen = GuardedPeriod(of.met, of.missed, below, total, floors, of.has_kept_out)
-            is_known = len(of.state) == len(GuardState._fields)
-            before = GuardState._make(of.state) if is_known else first_state(floors)
+            before = _last_state(of) or first_state(floors)
             after = decide(before, seen, float(tier.hold))
-            if self._is_in_vain(level, before, seen):
-                self._in_vain_us[level] = now_us
+            in_vain_us = reply.now_us if _is_in_vain(before, seen, float(tier.hold)) else _in_vain_us(of)
             share_ppm = max(1, round(after.share * PPM))
-            self._decided.append(
-                GuardDecided(tier.name, of.decided_us, share_ppm, of.met, of.missed, [float(it) for it in after])
-            )
-
-    def _is_in_vain(self, level: int, before: GuardState, seen: GuardedPeriod) -> bool:
-        met, missed = before.met + seen.met, before.missed + seen.missed
-        is_missed = missed > (1 - self._rules.tiers[level].hold) * (met + missed)
-        is_at_least = seen.held <= seen.floors or before.share <= LEAST
-        return met + missed >= FEWEST and is_missed and is_at_least
+            state = [*map(float, after), float(in_vain_us)]
+            self._decided.append(GuardDecided(tier.name, of.decided_us, share_ppm, of.met, of.missed, state))
 
     def figures(self, pool: Scheduler, now_us: int) -> list[GuardFigures]:
         """The guarded tiers, as they stand in the `pool`."""
@@ -169,8 +182,8 @@ class MemberGuard:
             held = pool.guards.held_below(guarded), pool.held
             below, total = (largest_share(amount, pool.capacity) for amount in held)
             met, missed = self._seen.get(guarded.level, (0, 0))
-            name, vain_us = self._rules.tiers[guarded.level].name, self._in_vain_us.get(guarded.level)
-            in_vain = vain_us is not None and now_us < vain_us + IN_VAIN_US
+            name = self._rules.tiers[guarded.level].name
+            in_vain = now_us < self._in_vain_until_us.get(name, 0)
             found.append(GuardFigures(name, float(guarded.share), below, total, met, missed, in_vain))
         return found
 
@@ -178,6 +191,31 @@ class MemberGuard:
     def has_decided(self) -> bool:
         """True if the ledger is to hear of a decision."""
         return bool(self._decided)
+
+
+def _last_state(of: GuardHeld) -> GuardState | None:
+    """State of the last decision. One of another version is not read, but for the share. None: nothing was decided."""
+    if not of.decided_us:
+        return None
+    share = max(LEAST, of.share_ppm / PPM)
+    if len(of.state) == _STATE_SIZE:
+        state = GuardState._make(of.state[:-1])
+        are_shares = all(LEAST <= it <= 1 for it in (state.share, state.failed_at, state.busy))
+        are_counts = all(0 <= it <= UNBOUNDED for it in state[3:])
+        if are_shares and are_counts and round(state.share * PPM) == of.share_ppm:
+            return state
+    return GuardState(share, 1.0, share)
+
+
+def _in_vain_us(of: GuardHeld) -> int:
+    return int(of.state[-1]) if len(of.state) == _STATE_SIZE else 0
+
+
+def _is_in_vain(before: GuardState, seen: GuardedPeriod, hold: float) -> bool:
+    """True if the SLO was missed though no decision could help."""
+    met, missed = before.met + seen.met, before.missed + seen.missed
+    is_missed = missed > (1 - hold) * (met + missed)
+    return met + missed >= FEWEST and is_missed and (seen.held <= seen.floors or before.share <= LEAST)
 
 
 def _without_majority(tenants: list[list[int]], allowed: Fraction) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The pool as its last reply told a replica, with what has changed in its own leases since."""
+"""The pool as its last reply to a replica shows it, with what has changed in its own leases since."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class KnownPool:
     def parts(self, views: Mapping[str, EngineView], now_us: int) -> list[EngineView]:
         """Its part of the engines that it `views`, without its ledger: `min(C // n, own + free // n)` of each.
 
-        From DEAD_US after the last answer on it is `C // n`. C is what the ledger said, or its own view where that has
-        another size since, or where the ledger has not heard of the engine: it came, or began anew, meanwhile.
+        From DEAD_US after the last answer on it is `C // n`. C is what the ledger has, or its own view where that has
+        another size since, or where the ledger does not know the engine: it came, or began anew, meanwhile.
         """
         alive = max(1, self.replicas()) if self._shares_engines else 1
         held = {} if self.reply is None else {it.id: (it.tokens, it.requests, it.sent) for it in self.reply.held}
@@ -112,11 +112,11 @@ class KnownPool:
         for view in views.values():
             config, reported = self.config.get(view.id, view), self._reported.get(view.id)
             whole = _sizes(config if reported is None or _sizes(reported) == _sizes(view) else view)
-            sizes, taken, own = [], held.get(view.id, NOTHING), self._own_on(view.id)
+            sizes, used, own = [], held.get(view.id, NOTHING), self._own_on(view.id)
             for d, size in enumerate(whole):
                 part = size if size == UNBOUNDED else size // alive
                 if now_us < self.last_answer_us + DEAD_US and size != UNBOUNDED:
-                    part = min(part, own[d] + max(0, size - taken[d]) // alive)
+                    part = min(part, own[d] + max(0, size - used[d]) // alive)
                 sizes.append(part)
             is_ready = view.is_reachable and view.id.rpartition("#")[0] not in out
             parts.append(EngineView(view.id, sizes[0], sizes[1], sizes[2], view.speed, is_ready))

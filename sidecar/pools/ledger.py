@@ -29,7 +29,7 @@ MOST_GRANTED = 64
 """One call of a replica in the same process grants so many: the event loop goes on between two calls."""
 
 _ASKED_FOR_US = 2_000_000
-"""So long one replica alone is asked to take room back: whose wake-up is lost hears of it with its next heartbeat."""
+"""So long one replica alone is asked to take room back: whose wake-up is lost learns of it with its next heartbeat."""
 
 
 @dataclass(eq=False)
@@ -324,10 +324,10 @@ class Ledger:
                 engine.set_cap(cap.requests, now + cap.for_us, now)
         levels = state.levels
         for charge in call.charges:
-            if charge.tier in levels and charge.told_with > last_number:
+            if charge.tier in levels and charge.first_call > last_number:
                 state.scheduler.tiers[levels[charge.tier]].queue.charge(charge.tenant, charge.tokens, charge.weight)
         for owed in call.owes:
-            if owed.tier in levels and owed.told_with > last_number:
+            if owed.tier in levels and owed.first_call > last_number:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
         guards.take(state.scheduler, state.levels, call, last_number, now)
         if not member.is_foreign:
@@ -398,7 +398,7 @@ class Ledger:
             state.scheduler.hold(level, held.engine, (tokens, requests, prompt), sent, on_floor)
 
     def _combine_views(self) -> None:
-        """The newest view that names an engine counts, from when it was told first; any that reaches it will do."""
+        """The newest view that names an engine counts, from when it was first stated; any that reaches it will do."""
         state = self._held()
         table: dict[str, ScheduledEngine] = {}
         by_age = sorted(state.members.items(), key=lambda it: it[1].view_number)

@@ -14,7 +14,7 @@ def decide(
     """Applies the news and questions of `call` on its tenants' limits; it loses the bids that are refused.
 
     `last_number`: of the replica's last call before it. `charged` are the charges of that call, which the replica may
-    not have heard of: it then asks again, with a statement. They become those of this call.
+    not know: it then asks again, with a statement. They become those of this call.
     """
     holder = call.who
     if call.kind == "state":
@@ -23,7 +23,7 @@ def decide(
         for running in call.running:
             limiter.hold(holder, running.tenant, running.count)
     for settled in call.settled:
-        if settled.told_with > last_number:
+        if settled.first_call > last_number:
             _settle(limiter, settled, now_us)
     known = charged.copy() if call.kind == "state" else {}
     charged.clear()

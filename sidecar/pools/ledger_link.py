@@ -13,7 +13,7 @@ from sidecar.scheduling.rate_limit import RateLimiter
 
 
 class LinkUser(Protocol):
-    """Who is told what a link brings, on the event loop."""
+    """Who gets what a link brings, on the event loop."""
 
     def answered(self, reply: Reply) -> None:
         """The reply to a call."""
@@ -28,7 +28,7 @@ class LinkUser(Protocol):
 class Link(Protocol):
     """The way to one ledger.
 
-    `heartbeat_us` and `lazy_us`: how often, and how late, the ledger needs to hear what nobody waits for. `is_shared`:
+    `heartbeat_us` and `lazy_us`: how often, and how late, the ledger needs to get what nobody waits for. `is_shared`:
     it is in a store, for many processes, and answers later; `round_trips` were made to it. `near`: the ledger, where it
     is in this process.
     """
@@ -43,7 +43,7 @@ class Link(Protocol):
         """The ledger, where it is in this process."""
 
     def send(self, call: Call, user: LinkUser) -> None:
-        """Carries a call. `user` is told the reply or the loss, at once or later; another call may follow then."""
+        """Carries a call. `user` gets the reply or the loss, at once or later; another call may follow then."""
 
     async def share(self, who: str, report: bytes) -> Mapping[str, PeerReport]:
         """See `Pool.share`."""

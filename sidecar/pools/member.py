@@ -1,7 +1,7 @@
 """A replica's side of the ledger: its bids and leases, and when it calls. No I/O; its owner carries calls and replies.
 
-`poll` gives the next call, `due_us` says when to ask for it. Replies, wake-ups and losses are told; what they change
-for requests comes out of `take_events`.
+`poll` gives the next call, `due_us` says when to ask for it. Replies, wake-ups and losses are passed in; what they
+change for requests comes out of `take_events`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ ASK_WITHIN_US = 750_000
 RETRY_US = 500_000
 
 LAZY_US = 20_000
-"""What no one waits for is told so much later, with what happened meanwhile."""
+"""What no one waits for is sent so much later, with what happened meanwhile."""
 
 
 class Member:
     """One replica of a pool.
 
     `size_now` is called with a ticket that is about to be shown. `divides`: whether it admits alone when the store does
-    not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and so much later; UNBOUNDED for a
+    not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is sent so often, and so much later; UNBOUNDED for a
     ledger that has no other replicas. `presumed`: how many replicas there are where the ledger never answered, 0 for
     not known. `shares_engines`: whether others can use the same engines. `near`: the ledger, if it serves this replica
     alone. `last_number`: of the last call under this name.
@@ -125,7 +125,7 @@ class Member:
             self._call_by(now_us)
 
     def enter(self, ticket: Ticket, now_us: int) -> ScheduledLease | None:
-        """The lease of one that enters at once: nothing waits, and nothing else is to be told. None: `submit` it."""
+        """The lease of one that enters at once: nothing waits, and nothing else is to be sent. None: `submit` it."""
         near, bids, due_us = self._near, self._bids, self._due_us
         has_news = self._in_flight is not None or (due_us is not None and due_us <= now_us)
         if near is None or has_news or bids.waiting or bids.is_paused or self.mode is not MemberMode.SHARED:
@@ -302,7 +302,7 @@ class Member:
         return self._near is not None and (self._due_us is None or self._due_us >= UNBOUNDED)
 
     def due_us(self) -> int | None:
-        """When `poll` has something to do next; None: not before something is told."""
+        """When `poll` has something to do next; None: not before something is passed in."""
         if self.is_gone:
             return None
         at = self._heartbeat_us if self._due_us is None else min(self._due_us, self._heartbeat_us)
@@ -446,9 +446,9 @@ class Member:
 
     def _decide_guards(self, reply: Reply, now_us: int) -> None:
         """Rule 10, where the time has come."""
-        due_in_us = self._guard.due_in_us(reply)
+        due_in_us = self._guard.answered(reply, now_us)
         if due_in_us == 0:
-            self._guard.decide(reply, self.mirror(now_us), now_us)
+            self._guard.decide(reply, self.mirror(now_us))
         if due_in_us or self._guard.has_decided:
             self._call_by(now_us + (due_in_us or 0))
 
@@ -559,7 +559,7 @@ class Member:
         call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
         call.caps = [item.record for item in self._news if isinstance(item.record, Cap)]
         self._news = [item for item in self._news if not isinstance(item.record, Cap)]
-        call.seen = [msgspec.structs.replace(it, told_with=self._alone_number) for it in self._guard.seen(now_us)]
+        call.seen = [msgspec.structs.replace(it, first_call=self._alone_number) for it in self._guard.seen(now_us)]
         self._guard.put(call, self.pool.reply)
         self.meter.put(call, self._alone, max(1, self.pool.knew))
         self._put_requests(call, now_us, UNBOUNDED)

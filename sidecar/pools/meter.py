@@ -66,12 +66,12 @@ class Meter:
 
     @property
     def has_news(self) -> bool:
-        """True if there is something to tell that was not told yet."""
-        return bool(self._fallen) or any(it.ledger is None and not it.record.told_with for it in self._ended)
+        """True if there is something to send that was not sent yet."""
+        return bool(self._fallen) or any(it.ledger is None and not it.record.first_call for it in self._ended)
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is asked, and nothing is to be told."""
+        """True if nothing is asked, and nothing is to be sent."""
         return not self.has_questions and not self.has_news
 
     def ask(self, asked: Metered, ticket: Ticket | None, now_us: int) -> None:
@@ -106,9 +106,9 @@ class Meter:
         self._fallen.clear()
         self._running = +self._running
         for ended in self._ended:
-            if ended.ledger is ledger and (is_statement or not ended.record.told_with):
-                told_with = ended.record.told_with or call.number
-                ended.record = msgspec.structs.replace(ended.record, told_with=told_with)
+            if ended.ledger is ledger and (is_statement or not ended.record.first_call):
+                first_call = ended.record.first_call or call.number
+                ended.record = msgspec.structs.replace(ended.record, first_call=first_call)
                 call.settled.append(ended.record)
         for question in islice(self._questions.values(), BIDS_SHOWN):
             if question.ticket is not None and not question.is_sent:
@@ -118,8 +118,8 @@ class Meter:
 
     def take(self, call: Call, verdicts: list[MeterVerdict], ledger: Ledger | None = None) -> list[Judged]:
         """The verdicts of an answered call."""
-        told = range(1, call.number + 1)
-        self._ended = [it for it in self._ended if it.ledger is not ledger or it.record.told_with not in told]
+        answered = range(1, call.number + 1)
+        self._ended = [it for it in self._ended if it.ledger is not ledger or it.record.first_call not in answered]
         found: list[Judged] = []
         for asked, verdict in zip(call.metered, verdicts, strict=True):
             question, charge = self._questions.pop(verdict.number, None), verdict.charge

@@ -261,8 +261,8 @@ class Pool(ReportedPool):
 
         Raises, in this order, RequestTooLarge where it could never be admitted, TenantLimit where its tenant is over
         its own limits and nothing lower is open to it, QueueFull where its tier's queue is full, and StoreUnavailable
-        where the leases cannot be reached; and before these CapacityUnknown where its engine has not said how large it
-        is. When it is canceled, nothing of the request stays in the pool.
+        where the leases cannot be reached; and before these CapacityUnknown where its engine has not reported how large
+        it is. When it is canceled, nothing of the request stays in the pool.
         """
         if self._size is not None:
             await self._size.require()
@@ -275,7 +275,7 @@ class Pool(ReportedPool):
         lease = Lease(self, number, ask, now_us, new_ticket(ask, number, now_us), ask.tokens)
         if is_shared or ask.limits is not None or not self._enters(lease, now_us):
             await self._enter(lease, now_us)
-        self._requests.places.taken(lease.ask)
+        self._requests.places.keep_promise(lease.ask)
         return lease
 
     def _enters(self, lease: Lease, now_us: int) -> bool:
@@ -343,7 +343,7 @@ class Pool(ReportedPool):
             if (most := self._sizes.places(ask.tier)) and self._requests.waiting:
                 self._requests.find_place(ask, most, now_us)
         except QueueFull as full:
-            lease.full = full  # a tenant over its limits hears of these first
+            lease.full = full  # a tenant over its limits gets those first
         has_place = lease.full is None
         asked = metered(lease.id, ask.tenant, ask.charged_tokens, limits, charges=has_place)
         self._unjudged[lease.id] = lease

@@ -133,8 +133,8 @@ class ReportedPool:
         name, share = scheduler.rules.tiers[guarded.level].name, float(guarded.share)
         total = largest_share(scheduler.held, scheduler.capacity)
         return Obstacle.GUARDED, (
-            f"tier {name} is held to its SLO: less important requests may fill the pool to {share:.0%} beyond their"
-            f" reserves, and {total:.0%} of it is held"
+            f"tier {name} is held to its SLO: beyond their reserves, less important requests may fill the pool to"
+            f" {share:.0%}, and {total:.0%} of it is held"
         )
 
     def readiness(self) -> Sequence[str]:

@@ -221,7 +221,7 @@ class QueuePlaces:
         drain_per_s = self.drain_rates[ask.tier].per_second(now_us) / self.replicas
         return self._sizes.queue_full(ask.tier, self._promises[ask.tier].promise_s(ask, drain_per_s, now_us))
 
-    def taken(self, ask: Ask) -> None:
+    def keep_promise(self, ask: Ask) -> None:
         """A request is in its queue, or was admitted: its promise is kept."""
         promises = self._promises[ask.tier]
         if promises.by_request:

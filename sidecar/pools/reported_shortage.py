@@ -1,4 +1,4 @@
-"""Room that is short, and what is taken back already, as the ledger tells it to the replica that has the leases."""
+"""Room that is short, and what is taken back already, as the ledger sends it to the replica that has the leases."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def report_shortage(found: Shortage, names: Sequence[str]) -> ReportedShortage:
     )
 
 
-def read_shortage(told: ReportedShortage, levels: Mapping[str, int], ahead_us: int) -> Shortage:
+def read_shortage(found: ReportedShortage, levels: Mapping[str, int], ahead_us: int) -> Shortage:
     """The shortage, with tickets of this replica's time, which is so much behind the ledger's."""
 
     def new_ticket(bid: Needed) -> Ticket:
-        hits = {"": bid.cached, **dict(zip(told.engines, bid.cached_there, strict=True))}
+        hits = {"": bid.cached, **dict(zip(found.engines, bid.cached_there, strict=True))}
         amount, arrived_us = (bid.tokens, bid.requests, bid.prompt), bid.arrived_us - ahead_us
         return Ticket("", levels[bid.tier], "", *amount, hits=hits, arrived_us=arrived_us, number=bid.number)
 
-    served = new_ticket(told.served)
+    served = new_ticket(found.served)
     return Shortage(
-        {engine: [new_ticket(bid) for bid in bids] for engine, bids in zip(told.engines, told.before, strict=True)},
+        {engine: [new_ticket(bid) for bid in bids] for engine, bids in zip(found.engines, found.before, strict=True)},
         served,
-        (told.order_class, told.before_key, told.key, served.arrival),
-        [new_ticket(bid) for bid in told.burst],
-        frozenset(levels[tier] for tier in told.closed),
+        (found.order_class, found.before_key, found.key, served.arrival),
+        [new_ticket(bid) for bid in found.burst],
+        frozenset(levels[tier] for tier in found.closed),
     )

@@ -94,7 +94,7 @@ class StoreWatch:
         self._entering.clear()
 
     async def gone(self, member: Member) -> None:
-        """Returns when the store has heard the goodbye, or cannot within a second."""
+        """Returns when the store has the goodbye, or cannot within a second."""
         if self.status.state is StoreState.SHARED and not member.is_gone:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._left.wait(), CLOSE_WITHIN_S)
@@ -250,7 +250,7 @@ class Elsewhere:
         self._reached: set[str] = set()
 
     def note_offers(self, member: Member, offers: Sequence[EngineOffer], *, is_first: bool) -> None:
-        """The pool has told its engines; `is_first`: in answer to a statement."""
+        """The pool has reported its engines; `is_first`: in answer to a statement."""
         engines, words = member.seen()
         latest: dict[str, int] = {}
         for engine in engines:

@@ -14,7 +14,7 @@ from sidecar.scheduling.tickets import ScheduledLease
 
 
 class TakenBack:
-    """`names`: the tiers. `is_new`: the ledger has not heard of all that are on their way."""
+    """`names`: the tiers. `is_new`: the ledger does not know all that are on their way."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.is_new = False

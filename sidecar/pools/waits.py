@@ -1,6 +1,6 @@
 """How the requests of one process have waited: since when they are overtaken, and what was served ahead of them.
 
-Of what other replicas of the pool admit it hears with the ledger's replies: late, but for no more than a heartbeat.
+What other replicas of the pool admit comes with the ledger's replies: late, but for no more than a heartbeat.
 
 A request is overtaken by the first one that arrived after it and was admitted.
 """

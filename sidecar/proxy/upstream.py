@@ -1,4 +1,4 @@
-"""The engine's address: the heads of requests to it, its spellings, and what is said of connections that fail."""
+"""The engine's address: the heads of requests to it, its spellings, and the messages of connections that fail."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, plus
+from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, larger, minus, plus
 from sidecar.scheduling.figures import Figures, Rules, rounded_part
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class GuardedTier:
 
     What all tiers hold counts there: an engine is as slow as all that it runs, so less important work gives way as soon
     as more of the tier comes, before any of that is late. Else it may fill the `floors` of those tiers, or enter where
-    they hold nothing: so a large one comes through as well. Each dimension for itself.
+    each holds no more than its own: so a large one comes through as well, and a tier without a floor beside one whose
+    floor is always in use. Each dimension for itself.
 
     The share was decided at `decided_us`, 0 for never. Since then the SLO was `met` and `missed` so often, and
     `has_kept_out`: something has waited for the guard alone. `state`: what the next decision needs of the last one.
@@ -50,10 +51,13 @@ class GuardedTier:
         self.share, self.decided_us, self.state = other.share, other.decided_us, other.state
         self.met, self.missed, self.has_kept_out = other.met, other.missed, other.has_kept_out
 
-    def leaves(self, needed: Amount, below: Amount, total: Amount) -> bool:
-        """True if it leaves room for a ticket beside what the less important tiers hold, and all tiers."""
+    def leaves(self, needed: Amount, below: Amount, beyond: Amount, total: Amount) -> bool:
+        """True if it leaves room for a ticket beside what the less important tiers hold, and all tiers.
+
+        `beyond`: what each of the less important tiers holds beyond its own floor, together.
+        """
         return all(
-            not below[d] or below[d] + needed[d] <= self.floors[d] or total[d] + needed[d] <= self.most[d]
+            not beyond[d] or below[d] + needed[d] <= self.floors[d] or total[d] + needed[d] <= self.most[d]
             for d in range(3)
         )
 
@@ -98,6 +102,11 @@ class Guards:
         """The amount that the tiers below it hold."""
         return _sum(self._scheduler.tiers[level].used for level in guarded.below)
 
+    def held_beyond_floors(self, guarded: GuardedTier) -> Amount:
+        """The amount that each of the tiers below it holds beyond its own floor, together."""
+        beyond = (minus(self._scheduler.tiers[level].used, self._figures.reserve[level]) for level in guarded.below)
+        return _sum(larger(NOTHING, amount) for amount in beyond)
+
     def keeping_out(self, ticket: Ticket) -> GuardedTier | None:
         """The most important one that leaves no room to a ticket that is beyond its floor."""
         return next(self._keeping_out(ticket, ()), None)
@@ -125,8 +134,9 @@ class Guards:
         scheduler = self._scheduler
         for guarded in self.tiers:
             if ticket.tier in guarded.below:
-                below, needed = self.held_below(guarded), scheduler.need(ticket)
-                if guarded.level in closed or not guarded.leaves(needed, below, scheduler.held):
+                below, beyond = self.held_below(guarded), self.held_beyond_floors(guarded)
+                needed = scheduler.need(ticket)
+                if guarded.level in closed or not guarded.leaves(needed, below, beyond, scheduler.held):
                     yield guarded
 
 

@@ -28,10 +28,10 @@ Services = Callable[[Scope], AbstractAsyncContextManager[None]]
 class Lifespan:
     """Runs services and steps around an app's lifespan.
 
-    `services` run from the server's start, before the app hears of it, to its end. They get the lifespan's scope, and
+    `services` run from the server's start, before the app's own, to its end. They get the lifespan's scope, and
     raise CannotServe or ValueError where they cannot start: then the server's start fails. The steps of `opening` run
     after their start, those of `asking` when the app has started: they may ask the app about its engine. The steps of
-    `closing` run before the app hears of the server's end, after its last request. A part that is not ready reports
+    `closing` run before the app's own end, after its last request. A part that is not ready reports
     that itself, in its responses and on `/readyz`. Only a step of `asking` may raise, and only CannotServe: then the
     server's start fails, after the steps of `closing`.
 
@@ -164,7 +164,7 @@ class FailedStart:
     without a lifespan: it logs "startup complete" and answers every request with a 500. Only `lifespan.startup.failed`
     stops it. Starlette's TestClient waits for the app's end after that message, and hangs where the app ends without an
     exception. A request reaches it only where the server has no lifespan for it, or goes on without: the log says why
-    once, and the client is not told.
+    once, and the answer does not.
     """
 
     def __init__(self, mistake: Exception) -> None:

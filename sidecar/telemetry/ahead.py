@@ -190,6 +190,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def times(number: int) -> str:
+    """How often."""
+    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
+
+
 def _tokens(record: RequestRecord) -> int:
     return 0 if record.classified is None else record.classified.tokens
 

@@ -44,7 +44,7 @@ Handlers = Mapping[type, Sequence[Callable[[RequestRecord, Any], None]]]
 class EventDispatcher:
     """Makes the `Observation` of every request. One per process; use it from one event loop at a time.
 
-    With a `failure_log`, and as long as the process has no SDK, that alone is told of a request: of its failure.
+    With a `failure_log`, and as long as the process has no SDK, that alone gets a request's events: its failure.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EventDispatcher:
         return self.failure_log is not None or bool(self.listeners) or self.tracer.is_active()
 
     def follows(self) -> bool:
-        """True if more than a failure may be told of a request: at the level DEBUG, the log has each."""
+        """True if more than a failure of a request may be reported: at the level DEBUG, the log has each."""
         log = self.failure_log
         return log is None or log.writes(log.success_level) or not (self.tracer.is_global and none_is_set())
 

@@ -1,4 +1,4 @@
-"""The dry run's results: what enforcing would have done to requests, in figures, metrics and log lines.
+"""Figures of the dry run: what enforcing would have done to requests.
 
 The figures are added up by tier and by tenant over one period. A period begins when observing does, and again with
 every change of the policy; it ends with the mode. Only requests that came in it are counted, so no two periods mix,
@@ -9,7 +9,6 @@ to an hour, and only those with a wait in them are kept. The longest wait is exa
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
@@ -17,8 +16,6 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from sidecar.events import Observed, ShadowHolds, Verdict
-from sidecar.telemetry.logs.request_log import RequestLog
-from sidecar.telemetry.metrics.requests import RequestMetrics, WaitHistograms
 
 WAITS_FROM_US = 10_000
 """Shorter waits do not count as such: a store takes as long to answer."""
@@ -238,45 +235,3 @@ def added_up(all_counts: Iterable[DryRunCounts]) -> DryRunCounts:
 
 def _add(counted: dict[str, int] | dict[int, int], key: str | int, number: int = 1) -> None:
     counted[key] = counted.get(key, 0) + number  # type: ignore[index, arg-type]  # of the one kind or the other
-
-
-class DryRunLog:
-    """A line for every request that enforcing would have refused, bounded as real refusals are."""
-
-    def __init__(self, log: RequestLog) -> None:
-        self._log = log
-
-    def note(self, observed: Observed) -> None:
-        """Writes the line, or leaves it out."""
-        if observed.verdict is not Verdict.REFUSED:
-            return
-        fields: dict[str, object] = {
-            "event": "would_be_refused",
-            "code": observed.code,
-            "request_id": observed.request_id,
-            "tier": observed.tier,
-            "tenant": observed.tenant,
-            "route": observed.path,
-            "client": observed.client,
-        }
-        if observed.queue_wait_us:
-            fields["queue_wait_s"] = observed.queue_wait_us / 1e6
-            fields["starvation_s"] = observed.starvation_us / 1e6
-        arguments = (observed.request_id, observed.code)
-        self._log.write_bounded(logging.INFO, "request %s passed; enforcing would refuse it: %s", arguments, fields)
-
-
-class DryRunMetrics:
-    """Metrics with names of their own, so that the others report real ends only. One for each `RequestMetrics`."""
-
-    def __init__(self, metrics: RequestMetrics) -> None:
-        self._counted = metrics.counters.observed
-        instruments = metrics.instruments
-        self._waits = WaitHistograms(metrics.pool, instruments.observed_queue_wait, instruments.observed_starvation)
-
-    def note(self, observed: Observed) -> None:
-        """Counts one request, and notes how long it would have waited."""
-        tier, decision = observed.tier or "", observed.verdict.value
-        self._counted[tier, decision, observed.code or ""] += 1
-        if observed.verdict is Verdict.ADMITTED or observed.queue_wait_us:
-            self._waits.record(tier, decision, observed)

@@ -1,4 +1,4 @@
-"""A failure of telemetry: said once, and never raised, as all of it runs on the path of requests."""
+"""A failure of telemetry: logged once, and never raised, as all of it runs on the path of requests."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Journal:
         """The first `most` that were admitted while it waited, or has waited so far, in order; itself is left out.
 
         Those are among them that were admitted while it ran, and was preempted then: the pool counts them, too. One
-        that came as it was admitted, by the same decision, is told first, and so counts as ahead wherever it was.
+        that came as it was admitted, by the same decision, is passed on first, and so counts as ahead wherever it was.
         """
         first, last = self._window(waiter)
         return _others(self._admissions[first : min(last, first + most)], waiter)

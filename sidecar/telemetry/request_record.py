@@ -27,6 +27,9 @@ from sidecar.events import (
     Verdict,
 )
 
+CANCELED, PASSED = "canceled", "passed"
+ABANDONED: Final = frozenset((Outcome.CLIENT_LEFT.value, CANCELED, PASSED))
+"""The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
 LONGEST_MODEL: Final = 128
 """Characters of a model's name that are kept: the client chooses the name, and its length."""
 JITTER_US: Final = 10_000
@@ -242,6 +245,20 @@ _FAILURES: Final = {
 """A clause for each known value of `Settled.error`."""
 
 
+def failed_with(event: Settled, *, from_status: int) -> str | None:
+    """A word for the engine's failure, or for its answer of `from_status` and above; None where there was none.
+
+    A client's disconnect is no failure.
+    """
+    if event.outcome is _FAILED:
+        return event.error or _FAILED.value
+    if event.outcome is _COMPLETED and event.status is not None and event.status >= from_status:
+        return event.error or str(event.status)
+    return None
+
+
+# Looked up once: an enumeration's attribute costs as much as a call.
+_COMPLETED, _, _FAILED = Outcome
 _CODES: Final = {"ResponseCut": "response_cut", "CancelledError": "server_stopped"}
 
 

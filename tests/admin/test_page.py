@@ -22,6 +22,7 @@ from sidecar.cluster.document import Promised, RefusalView, ReplicaView, TenantV
 from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import Amount
 from sidecar.telemetry.recent import Bucket
+from tests.admin.test_request_page import refused_as
 from tests.cluster.replicas import Replica, overload, replicas
 from tests.cluster.views import engine, engines, gave_way, overview, sizes, starved, tier
 from tests.support.browser import browser
@@ -380,7 +381,8 @@ async def test_a_running_sidecar_under_overload_is_seen_as_it_is(sidecar: Replic
         text = await page.until("document.getElementById('headline').textContent")
         assert "high overtook it" in text
         assert text.endswith("because high is more important.")
-        request_id = await sidecar.refused()
+        request_id = "refused-here"
+        await refused_as(sidecar, request_id)
         await page.until(
             f"document.querySelector('#refusal-rows a[title*=\"{request_id}\"]')?.href.endsWith('{request_id}')"
         )

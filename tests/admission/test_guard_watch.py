@@ -56,6 +56,7 @@ def test_each_beginning_and_each_end_is_logged_once(caplog: pytest.LogCaptureFix
     assert logged() == ["guard_in_vain: tier chat"]
     (notice,) = watch.notices()
     assert notice.startswith("tier chat misses its SLO though less important work holds no more than its reserves: not")
+    assert GuardWatch(pool, lambda: False).notices() == [], "nothing is held back in the dry run"
     pool.in_vain = ["chat", "tools"]
     assert logged() == ["guard_in_vain: tier tools"]
     pool.in_vain = []

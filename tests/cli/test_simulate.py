@@ -317,6 +317,13 @@ def test_every_model_that_ships_can_be_used() -> None:
         assert load_model(name).name == name
 
 
+def test_the_engine_model_of_the_page_can_be_used(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+    (block,) = (block for block in page.split("```yaml\n")[1:] if "step_us:" in block)
+    (tmp_path / "model.yaml").write_text(block.split("```")[0])
+    assert load_model(str(tmp_path / "model.yaml")).max_sequences == 256
+
+
 def test_policies_are_arguments_wherever_they_stand(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, now, planned = folder / "figures.json", str(folder / "now"), str(folder / "planned")
     rest = ["--engine-model", str(folder / "model.yaml"), "--seeds", "1", "--json", str(target)]

@@ -38,6 +38,16 @@ class Replica:
     url: str
     admin_url: str
 
+    async def refused(self) -> str:
+        """Has it refuse a request; returns the request's id."""
+        headers = {"authorization": "Bearer nobody"}
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(self.url + CHAT, json={}, headers=headers) as response,
+        ):
+            assert response.status == 401
+            return response.headers["x-request-id"]
+
     async def overview(self) -> Any:
         """What it shows."""
         async with aiohttp.ClientSession() as client, client.get(f"{self.admin_url}/overview") as response:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from sidecar.admission.dry_run.shadow import WaitingShadow
 from sidecar.cli.observed import lines as table
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.events import Observed, ShadowHolds, Verdict
 from sidecar.policy.choices import Mode
+from sidecar.policy.tier import ServiceObjectives
+from sidecar.pools.guards import GuardFigures
 from sidecar.telemetry.dry_run import DryRunReport, DryRunStats
 from sidecar.tools.text import WIDTH
 from tests.support.middleware import policy
@@ -151,6 +155,28 @@ def test_a_doubt_marks_the_rows_that_it_concerns() -> None:
     assert any(line.startswith("batch !") for line in lines)
     assert any(line.startswith("high  ") for line in lines)
     assert max(map(len, lines)) <= WIDTH
+
+
+def test_a_tier_with_hold_says_what_its_slo_was_and_would_have_been() -> None:
+    objectives = ServiceObjectives(ttft_s=0.5, tpot_s=0.04, hold=Fraction(97, 100))
+    first, *others = POLICY.tiers
+    held = replace(POLICY, tiers=(replace(first, slo=objectives), *others))
+    seen = {first.name: ShadowHolds(met=1, missed=3, would_meet=1990, would_miss=10)}
+    guard = GuardFigures(first.name, 0.14, 0.1, 0.2, 1990, 10, is_in_vain=False)
+    period = heard(told(), holds=seen)
+    (slo,) = observed_report(held, period, "a", [], AT_S, [guard]).slo
+    assert (slo.tier, slo.hold, slo.share, slo.is_trusted) == (first.name, 0.97, 0.14, True)
+    text = " ".join(table(observed_report(held, period, "a", [], AT_S, [guard])))
+    assert (
+        f"SLO of {first.name}: 25.0% of 4 streams met it as they passed; by estimate 99.5% of 2,000 would have, of 97% "
+        "promised. Less important requests would fill the pool to 14% now."
+    ) in " ".join(text.split())
+    doubted = heard(told(), holds={first.name: replace_struct(seen[first.name], shadows=100, lost=20)})
+    assert f"SLO of {first.name} !: " in " ".join(table(observed_report(held, doubted, "a", [], AT_S, [guard])))
+    over = observed_report(held, heard(told(), holds=seen, until_s=5), "a", [], AT_S, [guard])
+    assert over.slo[0].share is None
+    assert "would fill" not in " ".join(table(over))
+    assert report_of(period).slo == []
 
 
 def test_rows_are_in_the_policys_order_and_tenants_by_size() -> None:

@@ -77,14 +77,14 @@ def test_many_replicas_are_named_in_a_few_words() -> None:
 
 def test_engine_lists_that_differ_are_reported_when_it_lasts() -> None:
     lists, own = EngineLists(), report("r1", seen("a"), seen("b"))
-    lists.hear([report("r2", seen("a"), seen("b", "down")), report("r3", lists=False)], own, 100.0)
+    lists.compare([report("r2", seen("a"), seen("b", "down")), report("r3", lists=False)], own, 100.0)
     assert lists.notices(200.0) == []
     other = report("r2", seen("a"), seen("c"), seen("b", "gone"))
-    lists.hear([other], own, 200.0)
+    lists.compare([other], own, 200.0)
     assert lists.notices(200.0 + LASTING_S / 2) == []
-    lists.hear([other], own, 202.0)
+    lists.compare([other], own, 202.0)
     assert lists.notices(212.0) == ["the engine list of replica r2 on gpu-2 lacks b and has also c, for 12 s"]
-    lists.hear([report("r2", seen("a"), seen("b"))], own, 213.0)
+    lists.compare([report("r2", seen("a"), seen("b"))], own, 213.0)
     assert lists.notices(300.0) == []
 
 

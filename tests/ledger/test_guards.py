@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from sidecar.pools.calls import PPM, Bid, Call, Cell, GuardDecided, Reply, SloSe
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, MemberMode
+from sidecar.scheduling.guarded import GuardedTier
 from sidecar.scheduling.tickets import Ticket
 from tests.ledger.stored_ledger import Both, StoredLedger
 
@@ -228,6 +230,7 @@ def test_a_replica_whose_policy_guards_another_tier_does_not_decide_for_those_th
     [
         {"guards": [GuardDecided("chat", -1, 1, 0, 0, [])]},
         {"guards": [GuardDecided("chat", 0, 0, 0, 0, [])]},
+        {"guards": [GuardDecided("chat", 0, PPM + 1, 0, 0, [])]},
         {"guards": [GuardDecided("chat", 0, 1, 0, 0, [float("inf")])]},
         {"seen": [SloSeen("chat", -1, 0, 2)]},
         {"seen": [SloSeen("chat", 0, 2**60, 2)]},
@@ -239,3 +242,125 @@ def test_a_store_takes_no_bad_figures(bad: dict[str, Any], server: Any) -> None:
     talk.state("a")
     with pytest.raises(Exception, match=r"no call of the ledger: field 2[56]"):
         talk.say("a", **bad)
+
+
+class Pool:
+    """Replicas of one store in virtual time. What a replica sees is told at once to whoever runs."""
+
+    def __init__(self, *names: str, rules: calls.LedgerRules = RULES) -> None:
+        self.store, self.now, self.members = Ledger(), 1000 * SECOND, dict[str, Member]()
+        for name in names:
+            self.join(name, rules)
+
+    def join(self, name: str, rules: calls.LedgerRules = RULES) -> Member:
+        self.members[name] = member = Member(name, rules)
+        member.view(ENGINES, self.now)
+        return member
+
+    def run(self, seconds: float, *names: str) -> None:
+        """Those of these names run, in this order, at each tenth of a second; by default all."""
+        end = self.now + round(seconds * SECOND)
+        while self.now < end:
+            self.now += SECOND // 10
+            for member in [self.members[name] for name in names or self.members]:
+                self.turn(member)
+
+    def turn(self, member: Member) -> None:
+        for _ in range(20):
+            if (call := member.poll(self.now)) is None:
+                return
+            member.answered(self.store.execute(call, self.now)[0], self.now)
+        raise AssertionError("it calls again and again")
+
+    def see(self, name: str, met: int, missed: int) -> None:
+        for n in range(met + missed):
+            self.members[name].note_slo(0, f"t{n}", is_missed=n < missed, now_us=self.now)
+
+    def decided(self, share_ppm: int, state: list[float]) -> None:
+        """The tier is as another version, or a replica that errs, has left it."""
+        assert self.store.state is not None
+        self.store.state.scheduler.guards.decide(self.guarded(), Fraction(share_ppm, PPM), self.now, state)
+
+    def guarded(self) -> GuardedTier:
+        """The tier as the store has it."""
+        assert self.store.state is not None
+        (guarded,) = self.store.state.scheduler.guards.tiers
+        return guarded
+
+    def shares(self) -> list[float]:
+        return [member.guards(self.now)[0].share for member in self.members.values()]
+
+    def are_in_vain(self) -> list[bool]:
+        return [member.guards(self.now)[0].is_in_vain for member in self.members.values()]
+
+
+def test_one_that_comes_to_an_empty_store_does_not_decide_before_the_others_have_said_what_was_in_force() -> None:
+    pool = Pool("a")
+    pool.run(4)
+    pool.decided(700_000, [])
+    pool.run(2)
+    assert pool.shares() == [0.7]
+    pool.store = Ledger()
+    pool.join("new")
+    pool.run(0.1, "new")
+    pool.run(5)
+    assert pool.shares() == [0.7, 0.7]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [[], [0.6], [0.6] * 20, [7.0, 1.0, 7.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.6, -1.0, 0.6, 0.0, 0.0, 0.0, 0.0, 0.0],
+     [0.6, 1.0, 0.6, 1e300, -5.0, 0.0, 0.0, 0.0], [0.6, 1.0, 1e-300, 0.0, 0.0, 0.0, 0.0, 0.0]],
+)  # fmt: skip
+def test_a_state_of_another_version_or_out_of_bounds_is_begun_anew_from_the_share_in_force(state: list[float]) -> None:
+    pool = Pool("a", "b")
+    pool.run(4)
+    pool.decided(600_000, state)
+    for _ in range(5):
+        pool.see("a", met=6, missed=0)
+        pool.run(2)
+    assert pool.shares() == [0.6, 0.6]
+
+
+def test_a_replica_of_other_tiers_decides_nothing() -> None:
+    pool = Pool("a", "b")
+    pool.run(4)
+    others = calls.LedgerRules([RULES.tiers[0], calls.LedgerTierRules("bulk", 0, PPM, PPM, False, False, None)],
+                               None, 0, 0, 200, False, PPM)  # fmt: skip
+    foreign = pool.join("foreign", others)
+    pool.run(4)
+    assert foreign.is_foreign
+    pool.decided(200_000, [])
+    pool.see("a", met=0, missed=20)
+    pool.run(1.5, "a")
+    pool.run(5, "foreign")
+    assert pool.guarded().missed == 20  # nothing was decided by it
+    pool.run(2)
+    assert pool.guarded().missed == 0
+
+
+def test_every_replica_knows_whether_the_guard_is_in_vain_whoever_decided() -> None:
+    pool = Pool("a", "b")
+    pool.run(4)
+    pool.see("a", met=0, missed=20)
+    pool.run(1.5, "a")
+    pool.run(5, "a", "b")
+    assert pool.are_in_vain() == [True, True]
+    pool.see("b", met=20, missed=0)
+    pool.run(1.5, "b")
+    pool.run(5, "b", "a")
+    assert pool.are_in_vain() == [True, True]
+    pool.run(60, "b", "a")
+    assert pool.are_in_vain() == [False, False]
+
+
+def test_where_the_newest_rules_guard_nothing_no_replica_shows_a_bound() -> None:
+    pool = Pool("a")
+    pool.run(4)
+    pool.join("new", UNGUARDED)
+    pool.run(4)
+    assert pool.members["new"].guards(pool.now) == []
+    assert [guard.share for guard in pool.members["a"].guards(pool.now)] == [1.0]
+    pool.members["a"].change_rules(RULES, pool.now)
+    pool.run(1)
+    assert [guard.share for guard in pool.members["a"].guards(pool.now)] == [0.1]

@@ -154,7 +154,7 @@ def test_both_ledgers_give_the_same_bytes_for_long(stored: StoredLedger) -> None
     "rule",
     (
         ("refund > 0 and charge[CH_AT] >= account[A_SINCE]", "refund > 0"),
-        ("if told_with > last_number then", "if true then"),
+        ("if first_call > last_number then", "if true then"),
         ("max(UNIT, (rpm or 0) * burst)", "(rpm or 0) * burst"),
         ("- (account[A_REFUNDED] - charge[CH_REFUNDED]) * UNIT", ""),
         ("if is_statement then forgotten[who] = true end", ""),

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.hasty  # replicas are as patient as they are
 
 FAILS: Edit = (
     "ledger",
-    "  local told = answer()\n",
-    "  local told = answer()\n  if arguments[3] then error('it fails') end\n",
+    "  local answered = answer()\n",
+    "  local answered = answer()\n  if arguments[3] then error('it fails') end\n",
 )
 COUNTS: Edit = (
     "ledger",

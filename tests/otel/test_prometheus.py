@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
 from tests.otel.files import OF_GAIN, OF_GUARD, OF_SIZES, dashboard, queries, rules
 from tests.otel.overload import CALLED_FOR, POOL, STORE_LOST, Overloaded, fired, overloaded
 from tests.otel.test_reference import EVERYWHERE, METRICS
@@ -96,7 +95,6 @@ def test_an_alert_tells_its_story_in_words(overload: Overloaded) -> None:
         assert not re.search(r"<error|<no value>|\{\{", " ".join(reported.values()))
 
 
-@pytest.mark.skipif(not HAS_CONTEXT, reason="this OpenTelemetry SDK is from before exemplars")
 def test_a_slow_bucket_leads_to_a_trace(overload: Overloaded) -> None:
     for histogram in ("queue_wait", "starvation", "time_to_first_token"):
         exemplars = overload.prometheus.exemplars(f"admission_{histogram}_seconds_bucket")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,20 @@ import yaml
 
 from sidecar.policy.compiler import load
 from sidecar.policy.pool_file import PoolFile
-from sidecar.policy.reference import reference_text
-from sidecar.policy.schema import SCHEMAS, schema_document, schema_text
+from sidecar.policy.schema import SCHEMAS, schema_document
 from tests.policy.files import pool
 from tests.support.each import each
 
 POLICIES = Path(__file__).parents[2] / "policies"
 OLD_PYDANTIC = int(pydantic.VERSION.split(".")[1]) < 11
 
+SCRIPT = runpy.run_path(str(POLICIES.parent / "docs" / "policy_reference.py"))
 
-@pytest.mark.skipif(OLD_PYDANTIC, reason="it writes the same schema in other words")
-@each("name", SCHEMAS)
-def test_the_schema_in_policies_is_current(name: str) -> None:
-    written = (POLICIES / name).read_text(encoding="utf-8")
-    assert schema_text(SCHEMAS[name]) == written, "run: python -m sidecar.policy.schema"
+
+@pytest.mark.skipif(OLD_PYDANTIC, reason="it writes the same in other words, and in another order")
+def test_the_schemas_and_the_reference_are_current() -> None:
+    for file, text in SCRIPT["texts"]().items():
+        assert file.read_text(encoding="utf-8") == text, "run: python docs/policy_reference.py"
 
 
 @each("kind", SCHEMAS.values())
@@ -56,20 +57,14 @@ def test_a_shipped_file_names_its_schema_for_editors(path: Path) -> None:
     assert (path.parent / named).resolve().is_file()
 
 
-@pytest.mark.skipif(OLD_PYDANTIC, reason="it writes the keys of an example in another order")
-def test_the_reference_in_docs_is_current() -> None:
-    written = (POLICIES.parent / "docs" / "policy.md").read_text(encoding="utf-8")
-    assert reference_text() == written, "run: python -m sidecar.policy.reference"
-
-
 def test_the_reference_names_every_key_of_every_mapping() -> None:
-    text = reference_text()
+    text = SCRIPT["reference_text"]()
     names = {name for kind in SCHEMAS.values() for part in _mappings(kind) for name in part}
     assert {name for name in names if f"- `{name}`" not in text and f"- [`{name}`](" not in text} == set()
 
 
 def test_the_reference_leads_to_every_section() -> None:
-    text = reference_text()
+    text = SCRIPT["reference_text"]()
     links = re.findall(r"\[`\w+`\]\(#([a-z_]+)\)", text)
     headings = {
         "".join(re.findall(r"[a-z_]", heading.lower())) for heading in re.findall(r"^### `(.+)`$", text, re.MULTILINE)

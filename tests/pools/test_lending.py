@@ -95,6 +95,6 @@ def test_the_pools_state_says_who_borrows_and_who_lends() -> None:
     rules = pool_rules(tokens=100, requests=None, tiers=(Shares("high", reserve=0.4), Shares("batch")))  # type: ignore[arg-type]
     figures = [TierUsage(10, 1, 0, 0), TierUsage(90, 3, 0, 0)]
 
-    tiers = pool_state(rules, figures, leases=4, waiting=0)["tiers"]
+    tiers = pool_state(rules, figures, (), leases=4, waiting=0)["tiers"]
 
     assert [(tier["tier"], tier["borrowed"], tier["lent"]) for tier in tiers] == [("high", 0, 30), ("batch", 30, 0)]  # type: ignore[attr-defined]

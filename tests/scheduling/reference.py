@@ -330,11 +330,14 @@ class Reference:
         return found
 
     def leaves(self, share: Fraction, r: Request, tier: int) -> bool:
-        """In each dimension: the pool may be as full, or those below their floors; one is let in beside nothing."""
+        """In each dimension: the pool may be as full, or those below their floors; one is let in beside floors only."""
         below, floors = (plus(*map(of, self.below(tier))) for of in (self.used, self.reserve))
+        beyond = plus(
+            *[[max(0, u - r) for u, r in zip(self.used(q), self.reserve(q), strict=True)] for q in self.below(tier)]
+        )
         total, need = plus(*map(self.holding, self.running())), self.need(r)
         most = [INFINITE if c == INFINITE else share * c // 1 for c in self.pool()]
-        return all(not below[d] or below[d] + need[d] <= floors[d] or total[d] + need[d] <= most[d] for d in range(3))
+        return all(not beyond[d] or below[d] + need[d] <= floors[d] or total[d] + need[d] <= most[d] for d in range(3))
 
     # -- 4: room
 

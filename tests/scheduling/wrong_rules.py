@@ -100,13 +100,15 @@ def _knows_no_holders(pool: Scheduler, candidate: Any, earlier: Any) -> Any:
     return {engine: before.get(engine, []) for engine in pool.would_enter(candidate.ticket, candidate.order_class)}
 
 
-def _leaves_no_room_beside_nothing(guarded: GuardedTier, needed: Amount, below: Amount, total: Amount) -> bool:
+def _leaves_no_room_beside_nothing(
+    guarded: GuardedTier, needed: Amount, below: Amount, _: Amount, total: Amount
+) -> bool:
     return within(plus(total, needed), guarded.most) or within(plus(below, needed), guarded.floors)
 
 
-def _forgets_floors(guarded: GuardedTier, needed: Amount, below: Amount, total: Amount) -> bool:
+def _forgets_floors(guarded: GuardedTier, needed: Amount, below: Amount, _: Amount, total: Amount) -> bool:
     guarded.floors = NOTHING
-    return leaves(guarded, needed, below, total)
+    return leaves(guarded, needed, below, below, total)
 
 
 def _guards_against_all(guards: Guards, rules: Rules) -> None:
@@ -192,7 +194,8 @@ PATCHES: dict[str, Patch] = {
     "keeps a large one out for ever": (GuardedTier, "leaves", _leaves_no_room_beside_nothing),
     "small ones pass a large one": (Guards, "_keeping_out", lambda g, ticket, _: keeping_out(g, ticket, ())),
     "cuts floors": (GuardedTier, "leaves", _forgets_floors),
-    "counts only what is less important": (GuardedTier, "leaves", lambda g, n, below, _: leaves(g, n, below, below)),
+    "counts only what is less important": (GuardedTier, "leaves", lambda g, n, *held: leaves(g, n, *held[:2], held[0])),
+    "lets one in beside nothing only": (GuardedTier, "leaves", lambda g, n, u, _, total: leaves(g, n, u, u, total)),
     "guards against an always_first tier": (Guards, "change_rules", _guards_against_all),
 }  # fmt: skip
 

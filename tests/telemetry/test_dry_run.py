@@ -11,7 +11,6 @@ import pytest
 
 from sidecar.events import Admitted, Classified, Observed, Verdict
 from sidecar.telemetry.dispatch import Fanout
-from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics
 from sidecar.telemetry.logs.flood import LINES_PER_S
 from sidecar.telemetry.logs.formats import JsonFormatter
 from sidecar.telemetry.logs.request_log import RequestLog
@@ -33,12 +32,11 @@ NO_KEY = observed(Verdict.REFUSED, "invalid_api_key", tier=None, tenant=None)
 def test_metrics_of_what_would_have_been_have_names_of_their_own() -> None:
     measuring = Measuring()
     requests = measuring.requests()
-    reported = DryRunMetrics(requests)
     tell = begin(requests, received(), None)
     for event in (CLASSIFIED, Admitted(2, 0, 0, None, {}, 1, None), WAITED):
         tell(event)
     for one in (observed(Verdict.ADMITTED), WAITED, TIMED_OUT, TIMED_OUT, NO_KEY):
-        reported.note(one)
+        requests.note_observed(one)
     # Labels in the order of their names: decision, pool, reason, tier.
     assert measuring.values("admission.observed") == {
         ("admitted", "default", "", "batch"): 2,
@@ -57,9 +55,9 @@ def test_metrics_of_what_would_have_been_have_names_of_their_own() -> None:
 
 def test_a_line_for_each_that_would_have_been_refused_and_none_for_the_others(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sidecar.requests")
-    log = DryRunLog(RequestLog())
+    log = RequestLog()
     for one in (WAITED, TIMED_OUT, observed(Verdict.UNKNOWN, "stopped"), NO_KEY):
-        log.note(one)
+        log.note_observed(one)
     lines = [(record.event, record.code, record.message) for record in caplog.records]  # type: ignore[attr-defined]
     assert lines == [
         ("would_be_refused", "queue_timeout", "request request-1 passed; enforcing would refuse it: queue_timeout"),
@@ -70,7 +68,7 @@ def test_a_line_for_each_that_would_have_been_refused_and_none_for_the_others(ca
 
 def test_the_line_names_the_path_and_the_address_of_the_client(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sidecar.requests")
-    DryRunLog(RequestLog()).note(msgspec.structs.replace(NO_KEY, path="/v1/completions", client="10.0.0.7"))
+    RequestLog().note_observed(msgspec.structs.replace(NO_KEY, path="/v1/completions", client="10.0.0.7"))
     line = json.loads(JsonFormatter().format(caplog.records[0]))
     assert (line["route"], line["client"]) == ("/v1/completions", "10.0.0.7")
 
@@ -79,7 +77,7 @@ def test_a_flood_of_them_is_cut_short_and_counted(caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO, "sidecar.requests")
     request_log = RequestLog()
     for _ in range(LINES_PER_S + 30):
-        DryRunLog(request_log).note(TIMED_OUT)
+        request_log.note_observed(TIMED_OUT)
     request_log.flush()
     *lines, last = caplog.records
     assert len(lines) == LINES_PER_S

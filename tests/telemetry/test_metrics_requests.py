@@ -11,7 +11,7 @@ from opentelemetry.context import get_current
 from opentelemetry.sdk.metrics.export import MetricsData
 
 from sidecar.events import FirstByte, Outcome, Settled
-from sidecar.telemetry.metrics.histograms import HAS_CONTEXT, ROUND_TRIPS, WAITS
+from sidecar.telemetry.metrics.histograms import ROUND_TRIPS, WAITS
 from sidecar.telemetry.metrics.store import StoreMetrics
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.request_record import TraceIds
@@ -299,7 +299,6 @@ def exemplars(measuring):
     }
 
 
-@pytest.mark.skipif(not HAS_CONTEXT, reason="this OpenTelemetry has no exemplars yet")
 def test_every_duration_of_a_sampled_request_leads_to_its_span(measuring):
     play(
         measuring.requests(),
@@ -317,7 +316,6 @@ def test_every_duration_of_a_sampled_request_leads_to_its_span(measuring):
     assert get_current() == {}
 
 
-@pytest.mark.skipif(not HAS_CONTEXT, reason="this OpenTelemetry has no exemplars yet")
 @pytest.mark.parametrize("trace", [None, msgspec.structs.replace(SAMPLED, is_sampled=False)])
 def test_a_request_whose_trace_is_not_kept_leaves_no_exemplar(measuring, trace):
     play(measuring.requests(), classified(), admitted(), trace=trace)

@@ -16,7 +16,6 @@ from sidecar.cluster.document import OldestWaiter, PoolFigures, Promised, TierSh
 from sidecar.cluster.sampler import KINDS
 from sidecar.engines.view import Amount
 from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
-from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
 from sidecar.telemetry.metrics.prometheus import MOST_EXEMPLAR_CHARACTERS, PrometheusReader
 from sidecar.telemetry.metrics.views import views
 from sidecar.telemetry.request_record import TraceIds
@@ -25,7 +24,6 @@ from tests.telemetry.span_stories import admitted, begin, classified, first_byte
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5"
 SAMPLED = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
-needs_exemplars = pytest.mark.skipif(not HAS_CONTEXT, reason="this OpenTelemetry has no exemplars yet")
 
 
 class Scraped:
@@ -94,7 +92,6 @@ def test_neither_the_target_nor_the_scope_is_reported(scraped):
     assert b"_created" not in text
 
 
-@needs_exemplars
 def test_an_exemplar_leads_to_the_span_and_names_the_request(scraped):
     scraped.play(classified(), admitted(2_000_000, 1_900_000, 1_400_000), first_byte(3_000_000), trace=SAMPLED)
 
@@ -112,7 +109,6 @@ def test_an_exemplar_leads_to_the_span_and_names_the_request(scraped):
         }
 
 
-@needs_exemplars
 def test_the_next_scraper_sees_the_exemplar_until_there_is_a_newer_one(scraped):
     scraped.play(classified(), admitted(), trace=SAMPLED)
     first = scraped.exemplars()
@@ -124,7 +120,6 @@ def test_the_next_scraper_sees_the_exemplar_until_there_is_a_newer_one(scraped):
     assert newer.labels["trace_id"] == f"{7:032x}"
 
 
-@needs_exemplars
 def test_an_id_that_would_make_an_exemplar_too_long_is_left_out(scraped):
     for length, is_there in ((55, True), (56, False)):
         request = msgspec.structs.replace(received(), request_id="x" * length)
@@ -199,7 +194,6 @@ def test_promtool_finds_nothing_to_say():
     assert len(re.findall(rb"^# TYPE admission_", text, re.MULTILINE)) == 41  # but those of the store
 
 
-@needs_exemplars
 def test_upstreams_exporter_still_has_no_exemplars():
     """When this fails, `metrics.prometheus` may be replaced by it."""
     upstream = pytest.importorskip("opentelemetry.exporter.prometheus")

@@ -382,6 +382,12 @@ class EngineTimes:
         chosen = self.speed.token.chosen
         return chosen is not None and chosen.points[0][0] <= 2 * generating
 
+    def note_slo(self, request: SentRequest, *, is_missed: bool, is_shadow: bool) -> None:
+        """A request of a guarded tier met its SLO or missed it, or its shadow did."""
+        holds = self._holds_for(request)
+        name = ("would_meet", "would_miss")[is_missed] if is_shadow else ("met", "missed")[is_missed]
+        setattr(holds, name, getattr(holds, name) + 1)
+
     def begin_period(self, now_us: int) -> None:
         """The counts begin anew, with the requests that come from now on; what was learned stays."""
         self._holds, self._arrivals, self._period_us = {}, {}, now_us

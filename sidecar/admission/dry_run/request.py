@@ -28,6 +28,9 @@ Rules for its shadow (`shadow`):
    policy changes to `mode: enforce`, only those shadows stay that hold for a request that still runs, until it ends: no
    real request waits for the others.
 
+7. Where its tier has `hold`, and its answer streams, the pool is told whether it would have met the SLO: by its own
+   first byte, and by the time that it generates. So the pool decides as it would when enforcing.
+
 Limits of the dry run. The report says where it finds one of the first four (`sidecar.cluster.doubts`):
 
 - It cannot know that a client sends its next request later because this one had to wait: the clients' requests are
@@ -56,6 +59,7 @@ from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.handover import with_write
 from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.responses import differences, id_headers, request_id
+from sidecar.admission.slo_report import SloReport
 from sidecar.admission.usage import UsageReader
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
@@ -310,16 +314,23 @@ class RequestWatcher:
             now_us, level = self._now_us(), request.classification.level
             self._reporter.classified(request, self._snapshot, now_us)
             self._reporter.admitted(Grant(now_us, 0, 0, None, {}, level), None, is_dry_run=True)
-            self._measure_gain(request)
+            self._measure_gain(request, shadow)
         if not controller.shadows.follow(shadow):
             shadow.give_up(TOO_MANY)
 
-    def _measure_gain(self, request: SizedRequest) -> None:
+    def _measure_gain(self, request: SizedRequest, shadow: ShadowRequest) -> None:
         """The gain as it really is, without the admission of the policy."""
         snapshot, meter = self._snapshot, self._controller.gain
         gain = meter.follow(request, snapshot, self._now_us()) if snapshot.objectives else None
-        if gain is not None:
-            self._reporter.gain, self.answer.reader = gain, gain.sent(None, self._usage)
+        if gain is None:
+            return
+        if shadow.is_guarded and request.objective is not None:
+            times, sent = self._controller.engine_times, shadow.sent
+            gain.report = SloReport(
+                lambda is_missed: times.note_slo(sent, is_missed=is_missed, is_shadow=False),
+                sent.sent_us + request.objective.ttft_us,
+            )
+        self._reporter.gain, self.answer.reader = gain, gain.sent(None, self._usage)
 
     def _report_unread_body(self) -> None:
         """The request is over before its body was complete."""

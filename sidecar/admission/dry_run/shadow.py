@@ -19,6 +19,7 @@ import msgspec
 
 from sidecar.admission.intake import SizedRequest, counted, sized_for
 from sidecar.admission.policy_snapshot import PolicySnapshot
+from sidecar.admission.slo_follower import SloFollower
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
 from sidecar.errors import AdmissionError, QueueTimeout
@@ -59,7 +60,7 @@ class ShadowRequest(TurnUser):
 
     __slots__ = (
         "_ask", "_began_us", "_begun", "_controller", "_disconnected", "_ended", "_follows", "_lease", "_pool",
-        "_preempted", "_report", "_snapshot", "_times", "_turn", "_used", "request", "sent",
+        "_preempted", "_report", "_slo", "_snapshot", "_times", "_turn", "_used", "request", "sent",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +87,13 @@ class ShadowRequest(TurnUser):
         self._turn: Turn | None = None
         self._lease: Lease | None = None
         self._follows = False
+        self._slo: SloFollower | None = None
+
+    @property
+    def is_guarded(self) -> bool:
+        """True if its tier has `hold`, and its answer streams: other answers' times are not corrected by the load."""
+        request, hold = self.request, self._snapshot.policy.tiers[self.sent.level].slo.hold
+        return hold is not None and request.objective is not None and self.sent.is_stream and request.assumed_output > 0
 
     @property
     def is_real(self) -> bool:
@@ -138,6 +146,30 @@ class ShadowRequest(TurnUser):
 
     async def run(self) -> None:
         """Waits and holds in the pool. Canceled, it leaves nothing there."""
+        if self.is_guarded:
+            self._slo = self._slo_follower()
+        try:
+            await self._run()
+        finally:
+            if self._slo is not None:
+                self._slo.close()
+
+    def _slo_follower(self) -> SloFollower:
+        """Tells the shadows' pool whether the request would have met the SLO."""
+        sent, times, objective = self.sent, self._times, self.request.objective
+        level, tenant = self.request.classification.level, self.request.classification.tenant.name
+        assert objective is not None
+
+        def note(is_missed: bool) -> None:
+            times.note_slo(sent, is_missed=is_missed, is_shadow=True)
+            self._pool.note_slo(level, tenant, is_missed)
+
+        def is_too_long() -> bool:
+            return (times.speed.computing_us(sent.prompt_tokens) or 0) >= objective.ttft_us
+
+        return SloFollower(self._pool, objective, self._began_us, note, is_too_long)
+
+    async def _run(self) -> None:
         try:
             if self._ask is None:
                 self.request = await counted(self.request, self._snapshot)
@@ -146,6 +178,8 @@ class ShadowRequest(TurnUser):
         except AdmissionError as refusal:
             self._end(Verdict.REFUSED, refusal.code, None)
         except TurnEnded as end:
+            if self._slo is not None and end.cause is not EndCause.DISCONNECTED:
+                self._slo.refused()
             self._end(*_verdict(end), end.wait)
 
     def _sized(self) -> Ask:
@@ -181,9 +215,13 @@ class ShadowRequest(TurnUser):
         while True:
             if lease.on_preempt is None:
                 self._end(Verdict.ADMITTED, None, grant)
+            if self._slo is not None:
+                self._slo.granted()
             first_us = await self._first_byte(grant)
             if first_us is not None:
                 lease.prefilled()
+                if self._slo is not None:
+                    self._slo.first_token()
             if first_us is not None or not self._preempted.done() or self._disconnected.done():
                 break
             self._times.leave(self.sent)
@@ -202,6 +240,11 @@ class ShadowRequest(TurnUser):
         is_preemptible = self._snapshot.are_preemptible[request.classification.level] and request.may_be_repeated
         if lease is not None and is_preemptible:
             lease.on_preempt = self._preempt
+        if self._slo is not None:
+            self._slo.entered(lease)
+            if request.classification.downgraded_from is not None:
+                self._slo.close()
+                self._slo = None
 
     def disconnect(self) -> asyncio.Future[Any]:
         """See `TurnUser`."""
@@ -209,6 +252,8 @@ class ShadowRequest(TurnUser):
 
     def _preempt(self) -> None:
         """Called by the pool: a more important request needs the room."""
+        if self._slo is not None:
+            self._slo.preempted()
         _set(self._preempted)
 
     async def _first_byte(self, grant: Grant) -> float | None:
@@ -256,6 +301,9 @@ class ShadowRequest(TurnUser):
         finally:
             times.generated(sent, self._pool.now_us())
         times.held(sent, is_guessed=is_guessed, is_left=self._disconnected.done())
+        lasted_us, tokens = times.generating_us(sent), sent.output_tokens
+        if self._slo is not None and lasted_us is not None and tokens and not self._disconnected.done():
+            self._slo.finished(lasted_us, tokens)
         if self._follows and not self._ended.done():
             await self._until(None, self._ended, self._disconnected)
 

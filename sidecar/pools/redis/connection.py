@@ -128,7 +128,7 @@ class StoreConnection:
             await self._client.connection.send_packed_command(pack_command(words))  # type: ignore[arg-type] # its stub has one
             return await self._client.connection.read_response()
 
-    async def listen(self, channels: Sequence[str], heard: Callable[[bytes], None], silence_s: float) -> None:
+    async def listen(self, channels: Sequence[str], on_message: Callable[[bytes], None], silence_s: float) -> None:
         """Passes on what is published, on a connection of its own. Raises StoreError when that ends or is silent."""
         with _as_store_errors():
             async with self._client.pubsub() as subscription:
@@ -140,7 +140,7 @@ class StoreConnection:
                     if is_asked:
                         await subscription.ping()
                     elif message["type"] == "message":
-                        heard(message["data"])
+                        on_message(message["data"])
         raise StoreError(f"nothing was heard for {silence_s:g} s")
 
     async def close(self) -> None:
@@ -342,10 +342,10 @@ def _words(error: BaseException, address: str | None) -> str:
     if address is not None and _is_refusal(error):
         return f"connection refused by {address}"
     first_line = (str(cause).splitlines() or [""])[0]
-    said = f"{type(cause).__name__}: {first_line}" if first_line else type(cause).__name__
+    words = f"{type(cause).__name__}: {first_line}" if first_line else type(cause).__name__
     if isinstance(cause, (asyncio.TimeoutError, RedisTimeoutError)):
-        said = "no answer in time"
-    return said if address is None else f"{said}, from {address}"
+        words = "no answer in time"
+    return words if address is None else f"{words}, from {address}"
 
 
 def _is_refusal(error: BaseException | None) -> bool:

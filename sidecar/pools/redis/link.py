@@ -1,6 +1,6 @@
 """The way to a pool's ledger in Redis or Valkey: a connection for calls, and one on which wake-ups come.
 
-`Member` makes one call at a time and says when an answer is late. What else ends a call without a reply is told at
+`Member` makes one call at a time and says when an answer is late. What else ends a call without a reply is reported at
 once, and the connection is made anew for the next: also after an answer that is an error, because another server may be
 the one that can be written to now.
 """
@@ -27,7 +27,7 @@ from sidecar.pools.redis.script import Library
 
 BETWEEN_CONNECTIONS_S = 0.5
 SILENT_SUBSCRIPTION_S = 5.0
-"""A subscription on which nothing was heard for so long is asked whether it lives. Way-stations forget silent ones."""
+"""A subscription on which nothing came for so long is asked whether it lives. Way-stations forget silent ones."""
 
 RoundTripObserver = Callable[[float], None]
 """Called with how long each call to the store took, in seconds, answered or not. Must not raise and must not block."""
@@ -50,7 +50,7 @@ def ledger_library() -> Library:
 class RedisLink:
     """See `Link`. `connect` is `ledger_connector(...)`; use it from one event loop at a time.
 
-    `reach` is told whether the store answers. `took` is called with how long each call takes. `library` and `clock` are
+    `reach` gets whether the store answers. `took` is called with how long each call takes. `library` and `clock` are
     for tests: the script, and its time.
     """
 

@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from sidecar.events import FIRST_FAILURE, Admitted, Outcome, Refused, Settled, UnguardedRequest
+from sidecar.events import FIRST_FAILURE, Admitted, Observed, Refused, Settled, UnguardedRequest, Verdict
+from sidecar.tasks import running_loop
 from sidecar.telemetry.logs.flood import WINDOW_S, FloodGuard
-from sidecar.telemetry.request_record import EventHandlers, RequestRecord, failure_code, failure_description
+from sidecar.telemetry.request_record import (
+    EventHandlers,
+    RequestRecord,
+    failed_with,
+    failure_code,
+    failure_description,
+)
 
 REQUESTS = "sidecar.requests"
 """The name of the logger."""
@@ -32,10 +39,6 @@ _DRAINING, _STOPPED = "draining", "server_stopped"
 Fields = dict[str, Any]
 
 
-# Looked up once: an enumeration's attribute costs as much as a call.
-_COMPLETED, _, _FAILED = Outcome
-
-
 class AccessLog(str, Enum):
     """Which requests have a line."""
 
@@ -46,10 +49,15 @@ class AccessLog(str, Enum):
 
 def access_log(environment: Mapping[str, str]) -> AccessLog:
     """The environment's setting, else `failures`. Raises ValueError."""
-    written = environment.get(ACCESS_VARIABLE, "").strip().lower()
-    if written and written not in list(AccessLog):
-        raise ValueError(f"{ACCESS_VARIABLE}: {written!r} is not one of {', '.join(AccessLog)}")
-    return AccessLog(written or AccessLog.FAILURES)
+    return AccessLog(one_of(environment, ACCESS_VARIABLE, list(AccessLog)) or AccessLog.FAILURES)
+
+
+def one_of(environment: Mapping[str, str], variable: str, words: Sequence[str]) -> str | None:
+    """The word in a variable; None where it is not set. Raises ValueError for any other word."""
+    written = environment.get(variable, "").strip().lower()
+    if written and written not in words:
+        raise ValueError(f"{variable}: {written!r} is not one of {', '.join(words)}")
+    return written or None
 
 
 class LineKind(NamedTuple):
@@ -91,17 +99,46 @@ class RequestLog:
             arguments = (count, of_tier, kind.event, kind.code)
             self._write(logging.WARNING, "left out %d more lines about requests%s: %s, %s", arguments, fields)
 
+    def note_unguarded(self, request: UnguardedRequest) -> None:
+        """Writes a line for a request that was refused as the policy does not guard its path, bounded as others."""
+        if request.is_refused:
+            fields: Fields = {
+                "event": "refused",
+                "code": request.code,
+                "status": request.status,
+                "request_id": request.request_id,
+                "route": request.route,
+            }
+            arguments = (request.request_id, request.status, request.code, request.message)
+            self.write_bounded(logging.WARNING, "request %s refused with %d %s: %s", arguments, fields)
+
+    def note_observed(self, observed: Observed) -> None:
+        """Writes a line for a request that enforcing would have refused, bounded as others."""
+        if observed.verdict is not Verdict.REFUSED:
+            return
+        fields: Fields = {
+            "event": "would_be_refused",
+            "code": observed.code,
+            "request_id": observed.request_id,
+            "tier": observed.tier,
+            "tenant": observed.tenant,
+            "route": observed.path,
+            "client": observed.client,
+        }
+        if observed.queue_wait_us:
+            fields["queue_wait_s"] = observed.queue_wait_us / 1e6
+            fields["starvation_s"] = observed.starvation_us / 1e6
+        arguments = (observed.request_id, observed.code)
+        self.write_bounded(logging.INFO, "request %s passed; enforcing would refuse it: %s", arguments, fields)
+
     def write_bounded(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         """One line, or one more that is left out. Fields that are None are left out."""
         if not self.writes(level):
             return
         if self.has_all or self._flood.allows(LineKind(fields["event"], fields.get("tier") or "", fields["code"])):
             self._write(level, message, arguments, fields)
-        elif self._timer is None:
-            try:
-                self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self.flush)
-            except RuntimeError:  # outside of an event loop the caller flushes at the end
-                return
+        elif self._timer is None and (loop := running_loop()) is not None:  # else the caller flushes at the end
+            self._timer = loop.call_later(WINDOW_S, self.flush)
 
     def _writes_nothing(self, _level: int) -> bool:
         return False
@@ -133,14 +170,10 @@ class RequestLog:
         if record.refused is not None:  # preempted, and not admitted again
             self._refused(record, record.refused)
             return
-        if event.outcome is _COMPLETED:
-            is_failure = (event.status or 0) >= FIRST_FAILURE
-        else:
-            is_failure = event.outcome is _FAILED or event.error is not None
-        writes = self.writes
-        if not is_failure and not writes(self.success_level):
+        failure = failure_code(failed_with(event, from_status=FIRST_FAILURE))
+        if failure is None and not self.writes(self.success_level):
             return
-        failure, classified, held = _failure(event), record.classified, event.held_tokens
+        classified, held = record.classified, event.held_tokens
         fields = {
             "event": "settled" if failure is None else "failed",
             "code": event.outcome._value_ if failure is None else failure,
@@ -155,26 +188,6 @@ class RequestLog:
             arguments = (record.request_id, failure_description(event.outcome, event.status, event.error))
             level = self.success_level if failure == _STOPPED else logging.WARNING
             self.write_bounded(level, "request %s failed: %s", arguments, fields)
-
-
-class UnguardedLog:
-    """A line for each request that was refused as the policy does not guard its path, bounded as other refusals are."""
-
-    def __init__(self, log: RequestLog) -> None:
-        self._log = log
-
-    def note(self, request: UnguardedRequest) -> None:
-        """Writes the line, or leaves it out."""
-        if request.is_refused:
-            fields: Fields = {
-                "event": "refused",
-                "code": request.code,
-                "status": request.status,
-                "request_id": request.request_id,
-                "route": request.route,
-            }
-            arguments = (request.request_id, request.status, request.code, request.message)
-            self._log.write_bounded(logging.WARNING, "request %s refused with %d %s: %s", arguments, fields)
 
 
 def _request_fields(record: RequestRecord, wait: Admitted | Refused | None, ended_us: int) -> Fields:
@@ -202,12 +215,3 @@ def _request_fields(record: RequestRecord, wait: Admitted | Refused | None, ende
 
 def _seconds(us: int) -> float:
     return round(us / 1e6, 6)
-
-
-def _failure(event: Settled) -> str | None:
-    """A word for the engine's failure, None where it did not fail; a client's disconnect is no failure."""
-    if event.outcome is _FAILED:
-        return failure_code(event.error) or Outcome.FAILED.value
-    if event.outcome is _COMPLETED and event.status is not None and event.status >= FIRST_FAILURE:
-        return event.error or str(event.status)
-    return None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, TextIO
 
 from sidecar.telemetry.logs.formats import JsonFormatter, TextFormatter
+from sidecar.telemetry.logs.request_log import one_of
 from sidecar.telemetry.logs.writer import LineWriter
 
 LEVEL_VARIABLE, FORMAT_VARIABLE = "SIDECAR_LOG_LEVEL", "SIDECAR_LOG_FORMAT"
@@ -35,8 +36,8 @@ def log_settings(
     stream = sys.stderr if stream is None else stream
     usual = "text" if stream.isatty() else "json"
     return LogSettings(
-        level or _one_of(environment, LEVEL_VARIABLE, LEVELS) or "info",
-        format or _one_of(environment, FORMAT_VARIABLE, tuple(FORMATTERS)) or usual,
+        level or one_of(environment, LEVEL_VARIABLE, LEVELS) or "info",
+        format or one_of(environment, FORMAT_VARIABLE, tuple(FORMATTERS)) or usual,
     )
 
 
@@ -104,10 +105,3 @@ def _number(level: str) -> int:
     number = logging.getLevelName(level.upper())
     assert isinstance(number, int)
     return number
-
-
-def _one_of(environment: Mapping[str, str], variable: str, words: tuple[str, ...]) -> str | None:
-    written = environment.get(variable, "").strip().lower()
-    if written and written not in words:
-        raise ValueError(f"{variable}: {written!r} is not one of {', '.join(words)}")
-    return written or None

@@ -1,26 +1,17 @@
-"""Histograms of durations, through any version of the OpenTelemetry API.
-
-Older APIs have neither buckets for an instrument (before 1.30) nor a measurement's context, which exemplars come from
-(before 1.28). An SDK of ours gets the buckets another way then (`views`); one of the host's has its own.
-"""
+"""Histograms of durations, whose exemplars name the request."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from inspect import signature
 from typing import Final, NamedTuple
 
 from opentelemetry.context import Context, create_key
-from opentelemetry.metrics import Histogram as ApiHistogram
-from opentelemetry.metrics import Meter, MeterProvider, get_meter
+from opentelemetry.metrics import MeterProvider, get_meter
 from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
 from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.semconv import ADMISSION_DECISION, ADMISSION_TIER
 from sidecar.version import __version__
-
-HAS_BUCKETS: Final = "explicit_bucket_boundaries_advisory" in signature(Meter.create_histogram).parameters
-HAS_CONTEXT: Final = "context" in signature(ApiHistogram.record).parameters
 
 WAITS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 ROUND_TRIPS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -82,26 +73,23 @@ DURATIONS: Final = (
 
 
 class DurationHistogram:
-    """A histogram that can be recorded to whatever the API's age. `meter_provider` None is the global one."""
+    """A histogram. `meter_provider` None is the global one."""
 
     def __init__(self, metric: DurationMetric, meter_provider: MeterProvider | None) -> None:
         meter = get_meter("sidecar", __version__, meter_provider)
-        buckets = {"explicit_bucket_boundaries_advisory": list(metric.buckets)} if HAS_BUCKETS else {}
-        self._histogram = meter.create_histogram(metric.name, "s", metric.description, **buckets)
+        self._histogram = meter.create_histogram(
+            metric.name, "s", metric.description, explicit_bucket_boundaries_advisory=metric.buckets
+        )
 
     def record(self, seconds: float, labels: Mapping[str, str], request: RequestRecord | None = None) -> None:
         """Notes one duration. The request is its exemplar where the request's trace is recorded."""
-        if not HAS_CONTEXT:
-            self._histogram.record(seconds, labels)
-        elif request is not None and request.trace is not None and request.trace.is_sampled:
-            self._histogram.record(seconds, labels, exemplar_context(request))
-        else:
-            self._histogram.record(seconds, labels, _NO_EXEMPLAR)
+        self._histogram.record(seconds, labels, exemplar_context(request))
 
 
-def exemplar_context(request: RequestRecord) -> Context:
-    """A context with the request's `admission` span and its id: the SDK makes exemplars from it."""
-    assert request.trace is not None
+def exemplar_context(request: RequestRecord | None) -> Context:
+    """A context with a recorded request's `admission` span and its id: the SDK makes exemplars from it."""
+    if request is None or request.trace is None or not request.trace.is_sampled:
+        return _NO_EXEMPLAR
     ids = SpanContext(request.trace.trace_id, request.trace.span_id, is_remote=False, trace_flags=_SAMPLED)
     return Context({_SPAN: NonRecordingSpan(ids), _REQUEST_ID: request.request_id})
 

@@ -88,7 +88,7 @@ class PrometheusReader(export.MetricReader):
         self, name: str, labels: Labels, bounds: Sequence[str], point: export.HistogramDataPoint
     ) -> None:
         """The SDK gives each exemplar once; later scrapes must see it as well, until there is a newer one."""
-        for exemplar in getattr(point, "exemplars", ()):  # an SDK before 1.28 has none
+        for exemplar in point.exemplars:
             place = bisect_left(point.explicit_bounds, exemplar.value)
             at = Timestamp(*divmod(exemplar.time_unix_nano, 1_000_000_000))
             self._exemplars[_key(name, labels, bounds[place])] = Exemplar(

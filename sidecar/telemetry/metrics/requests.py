@@ -25,17 +25,16 @@ from sidecar.events import (
     ServiceGain,
     Settled,
     UnguardedRequest,
+    Verdict,
 )
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics.histograms import DurationHistogram
 from sidecar.telemetry.metrics.instruments import OVER, UNDER, Instruments, instruments_for
 from sidecar.telemetry.metrics.tenants import SHOWN, TenantCounts, TenantHolding, TenantHoldings
-from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engine_time_us
+from sidecar.telemetry.request_record import ABANDONED, EventHandlers, RequestRecord, engine_time_us
 
 logger = logging.getLogger(__name__)
 
-GAVE_UP = frozenset(("client_left", "canceled", "passed"))
-"""The codes of `Refused` that are not the middleware's refusal."""
 PASSED, REFUSED, FAILED = "passed", "refused", "failed"
 RATIOS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
 RATIO_NAMES = (*(f"{ratio:g}" for ratio in RATIOS), "more")
@@ -88,7 +87,9 @@ class RequestMetrics:
             self.counters.know(tier)
         for tier in measured:
             self.counters.know_objective(tier)
-        self._waits = WaitHistograms(pool, self.instruments.queue_wait, self.instruments.starvation)
+        of = self.instruments
+        self._waits = WaitHistograms(pool, of.queue_wait, of.starvation)
+        self._observed_waits = WaitHistograms(pool, of.observed_queue_wait, of.observed_starvation)
         self.handlers: EventHandlers = {
             Classified: self._classified,
             Queued: self._queued,
@@ -106,6 +107,13 @@ class RequestMetrics:
     def note_unguarded(self, request: UnguardedRequest) -> None:
         """Counts a request on a path that the policy does not guard. In `mode: observe` it has the refusal's code."""
         self.counters.unguarded[request.route, REFUSED if request.is_refused else PASSED, request.code or ""] += 1
+
+    def note_observed(self, observed: Observed) -> None:
+        """Counts a request of the dry run, in metrics of its own: the others report real ends only."""
+        tier, decision = observed.tier or "", observed.verdict.value
+        self.counters.observed[tier, decision, observed.code or ""] += 1
+        if observed.verdict is Verdict.ADMITTED or observed.queue_wait_us:
+            self._observed_waits.record(tier, decision, observed)
 
     def _classified(self, _: RequestRecord, event: Classified) -> None:
         counters = self.counters
@@ -197,7 +205,7 @@ class RequestMetrics:
             self._record_wait(record, "admitted", record.admitted)
         elif record.refused is not None:
             code = record.refused.code
-            self._record_wait(record, code if code in GAVE_UP else "refused", record.refused)
+            self._record_wait(record, code if code in ABANDONED else "refused", record.refused)
 
     def _note_gain(self, tier: str, gain: ServiceGain) -> None:
         counters = self.counters
@@ -207,7 +215,7 @@ class RequestMetrics:
 
     def _refused(self, record: RequestRecord, event: Refused) -> None:
         self._end_queued(record)
-        gave_up, counters, tier, tenant = event.code in GAVE_UP, self.counters, record.tier or "", record.tenant
+        gave_up, counters, tier, tenant = event.code in ABANDONED, self.counters, record.tier or "", record.tenant
         counted = counters.abandoned if gave_up else counters.refused
         counted[tier, event.code] += 1
         if tenant is not None and not gave_up:

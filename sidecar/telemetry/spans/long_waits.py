@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
+from sidecar.tasks import running_loop
 from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.spans.links import WaitSoFar
 
@@ -58,9 +59,8 @@ class LongWaits:
 
     def add(self, spans: WaitingSpans) -> None:
         """The request waits from now on."""
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:  # outside of an event loop there is no later
+        loop = running_loop()
+        if loop is None:  # there is no later
             return
         if self._loop is not loop:  # what waited in a loop that has ended, waits no more
             self._due.clear()

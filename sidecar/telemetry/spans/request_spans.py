@@ -26,10 +26,13 @@ from sidecar.events import (
 )
 from sidecar.telemetry import semconv
 from sidecar.telemetry.request_record import (
+    ABANDONED,
+    CANCELED,
     REPLAYED_BECAUSE,
     PreemptedAttempt,
     RequestRecord,
     engine_name,
+    failed_with,
     failure_description,
 )
 from sidecar.telemetry.spans.app_trace import AppSpan
@@ -41,9 +44,7 @@ CLIENTS_ERRORS = 400
 SERVERS_ERRORS = 500
 """From which status on an answer is an error of a CLIENT span, and of a SERVER span: the HTTP conventions' rule."""
 
-CANCELED, PASSED, UNREACHABLE = "canceled", "passed", "engine_unreachable"
-ABANDONED = frozenset({Outcome.CLIENT_LEFT.value, CANCELED, PASSED})
-"""The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
+UNREACHABLE = "engine_unreachable"
 _NO_LINKS = WaitLinks((), (), {})
 
 
@@ -341,17 +342,14 @@ class RequestSpans:
 
 
 def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | None:
-    """Writes `error.type` where the engine failed, or answered `from_status` and above; returns the status description.
-
-    A client's disconnect is no failure.
-    """
+    """Writes `error.type` where the engine failed (see `failed_with`); returns the description of the status."""
+    failure = failed_with(event, from_status=from_status)
+    if failure is None:
+        return None
+    written[semconv.ERROR_TYPE] = failure
     if event.outcome is Outcome.FAILED:
-        written[semconv.ERROR_TYPE] = event.error or Outcome.FAILED.value
         return failure_description(event.outcome, event.status, event.error)
-    if event.outcome is not Outcome.CLIENT_LEFT and event.status is not None and event.status >= from_status:
-        written[semconv.ERROR_TYPE] = event.error or str(event.status)
-        return f"the engine answered {event.status}"
-    return None
+    return f"the engine answered {event.status}"
 
 
 def _classification_attributes(event: Classified) -> Attributes:

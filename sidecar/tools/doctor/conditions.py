@@ -212,7 +212,7 @@ def _judged(probed: Probed) -> Sequence[Burst]:
 
 
 IN_ORDER = 0.9
-"""From this correlation with arrival on, requests are said to be served in the order in which they came."""
+"""From this correlation with arrival on, requests are reported as served in the order in which they came."""
 
 
 def order(burst: Burst, control: Burst | None) -> str:

@@ -24,7 +24,7 @@ from enum import Enum
 from sidecar.tools.loadgen import Correlation, spearman
 
 FEWEST = 24
-"""Requests that waited, below which nothing is said: eight of each level."""
+"""Requests that waited, below which there is no judgment: eight of each level."""
 STRONG = 0.6
 """From this correlation on an order is one by priority. One replica of two that ignores it brings it to about 0.5."""
 CERTAIN = 0.001

@@ -23,7 +23,7 @@ from sidecar.tools.emulator.server import serve
 
 Say: TypeAlias = Callable[[str], None]
 CTRL_C_PATIENCE_S = 2.0
-"""A replica that starts does not hear Ctrl-C, and one that ends its streams needs a moment."""
+"""A replica that starts ignores Ctrl-C, and one that ends its streams needs a moment."""
 
 POLL_S = 0.5
 
@@ -32,7 +32,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One engine to run. `greeting` is said once it answers, with its process id."""
+    """One engine to run. `greeting` is printed once it answers, with its process id."""
 
     config: EmulatorConfig
     listener: socket.socket
@@ -100,7 +100,7 @@ class _Stopping:
                 os.kill(process.pid, self.signal)
 
     def kill_late(self) -> None:
-        """Kills those that do not hear Ctrl-C, because they still start."""
+        """Kills those that ignore Ctrl-C, because they still start."""
         if time.monotonic() >= self._kill_at_s:
             for process in self._running:
                 process.kill()

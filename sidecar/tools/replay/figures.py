@@ -50,9 +50,9 @@ class RunFigures:
     """One run. `duration_s` is from the first request sent to the last answer's end.
 
     `correlation` is that of importance with time to first token: negative where the more important come first. `errors`
-    counts failures by what was said. `latest_s` is how far the client itself fell behind its schedule, `stalled_s` the
+    counts failures by their message. `latest_s` is how far the client itself fell behind its schedule, `stalled_s` the
     longest time for which it did not run at all: what was measured is no more exact than that. `prompt_tokens_asked`
-    and `_counted` are the mean of what was planned and of what usage said. `objectives` are there where the policy
+    and `_counted` are the mean of what was planned and of what usage reports. `objectives` are there where the policy
     gives tiers of the run an `slo` with `ttft` and `tpot`.
     """
 

@@ -25,7 +25,7 @@ _APIS = {path: api for api, path in PATHS.items()}
 
 
 def plan(rows: Sequence[TraceRow], tiers: Sequence[str], writer: Writer, asking: Asking) -> list[Planned]:
-    """The requests of one run, in the order of `rows`; `label` is the tier, also where nothing is said about it.
+    """The requests of one run, in the order of `rows`; `label` is the tier, also where the request names none.
 
     Turns of one conversation follow each other: one with a time is sent then, but not before its predecessor's answer
     has ended; one without, its delay after that. The model's answer goes into the next turn, as in AIPerf.

@@ -30,7 +30,7 @@ ADMISSION_CODES = frozenset(
 
 
 class ServerNoAnswer(Exception):
-    """The server cannot be asked. One line, with what it said."""
+    """The server cannot be asked. One line, with its answer."""
 
 
 class _Code(msgspec.Struct):

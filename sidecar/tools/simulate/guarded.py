@@ -27,7 +27,7 @@ class GuardResult(msgspec.Struct, frozen=True):
     """One guarded tier. `met` is the share of its requests that met the objective, of those that were counted.
 
     Less important tiers may fill the pool to a share of it: on average over the run, at least, and at its end. They
-    generated `tokens_below`. `is_in_vain`: at the end the objective was missed, and less important work was not why.
+    generated `tokens_below`. `is_in_vain`: the objective was missed for a time, and less important work was not why.
     """
 
     hold: float
@@ -47,6 +47,7 @@ class _GuardedTier:
         self.share = self.least = 1.0
         self.share_us = 0.0
         self.tokens_below = 0
+        self.is_in_vain = False
 
 
 class SimulatedGuards:
@@ -92,6 +93,7 @@ class SimulatedGuards:
         for guarded, figures in zip(self._tiers.values(), self.pool.guards(), strict=True):
             guarded.share = figures.share
             guarded.least = min(guarded.least, figures.share)
+            guarded.is_in_vain |= figures.is_in_vain
             guarded.share_us += figures.share * (now_us - self._looked_us)
         self._looked_us = now_us
 
@@ -106,7 +108,7 @@ class SimulatedGuards:
                 share_mean=guarded.share_us / lasted_us if lasted_us else figures.share,
                 share_least=min(guarded.least, figures.share),
                 share_end=figures.share,
-                is_in_vain=figures.is_in_vain,
+                is_in_vain=guarded.is_in_vain,
                 tokens_below=guarded.tokens_below,
             )
         return found

@@ -32,13 +32,13 @@ class SimulatedAdmission(Protocol):
         """Its first token came."""
 
     def reached(self, request: Request) -> None:
-        """It has the length at which the admission wanted to hear of it, or runs again after a preemption."""
+        """It has the length at which the admission asked for it, or runs again after a preemption."""
 
     def finished(self, request: Request) -> None:
         """Its answer is complete."""
 
     def removed(self, request: Request) -> None:
-        """Its engine has ended it, because the admission said so or its client has left."""
+        """Its engine has ended it, because the admission ended it or its client has left."""
 
 
 class Played(NamedTuple):

@@ -120,7 +120,7 @@ def _tier(runs: Sequence[RunResult], name: str) -> Sequence[str]:
 
 
 def guarded(runs: Sequence[Sequence[RunResult]]) -> Table:
-    """Table of the tiers whose SLO is held. `in vain`: at the end of a run it was missed for another reason."""
+    """Table of the tiers whose SLO is held. `in vain`: runs in which it was missed for other reasons."""
     columns = (
         "policy", "held to its SLO", "hold", "met", "others fill", "at least", "at the end", "their tokens", "in vain",
     )  # fmt: skip

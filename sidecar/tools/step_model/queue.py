@@ -78,7 +78,7 @@ class KeyQueue(Generic[J]):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A request's standing as its engine read it: `value` None where the client said nothing.
+    """A request's standing as its engine read it: `value` None where the client gave none.
 
     `strict` is Dynamo's strict priority, which comes before everything else.
     """

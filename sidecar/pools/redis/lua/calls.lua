@@ -13,6 +13,7 @@ local IS = {
   n = function(value) return is_whole(value, 0, UNBOUNDED) end,
   p = function(value) return is_whole(value, 1, UNBOUNDED) end,
   m = function(value) return is_whole(value, 0, PPM) end,
+  w = function(value) return is_whole(value, 1, PPM) end,
   a = function(value) return is_whole(value, -UNBOUNDED, UNBOUNDED) end,
   f = function(value) return type(value) == 'number' and value >= 0 and value < 1 / 0 end,
   b = function(value) return type(value) == 'boolean' end,
@@ -84,15 +85,15 @@ local function list(kinds) return function(value) return is_list(value, kinds) e
 
 local CALL = { IS.n, IS.t, IS.n, IS.k, list('tennnnnnn'), IS.b, or_none(IS.n), or_none(list('tennnnnnn')), list('n'), list('nttnpnphlnnGbF'),
   list('nt'), list('ttnpn'), list('tnn'), or_none(list('ennnpban')), list('enn'), list('tbn'), or_none(IS.r), IS.b, IS.b, IS.n, list('f'),
-  list('ntnbNNNn'), list('ncNbb'), list('tn'), list('tnnn'), list('tnpnns') }
+  list('ntnbNNNn'), list('ncNbb'), list('tn'), list('tnnn'), list('tnwnns') }
 
 -- The call; else an error names its first field that is wrong.
 local function read_call(packed)
-  local told, more = unpacked(packed)
-  if type(told) ~= 'table' or more ~= nil then error('not one record', 0) end
+  local record, more = unpacked(packed)
+  if type(record) ~= 'table' or more ~= nil then error('not one record', 0) end
   for i = 1, #CALL do
-    if not CALL[i](told[i]) then error('field ' .. i, 0) end
+    if not CALL[i](record[i]) then error('field ' .. i, 0) end
   end
-  if told[C_KIND] == 'state' and not told[C_RULES] then error('no rules', 0) end
-  return told
+  if record[C_KIND] == 'state' and not record[C_RULES] then error('no rules', 0) end
+  return record
 end

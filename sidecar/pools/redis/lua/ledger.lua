@@ -315,8 +315,8 @@ local function execute(its_keys, arguments)
     local time = redis_call('TIME')
     server_us = time[1] * 1000000 + time[2]
   end
-  local told = answer()
+  local answered = answer()
   write()
   for _, wake_up in ipairs(wake_ups) do redis_call('PUBLISH', wake_up[1] == '' and root or root .. ':' .. wake_up[1], pack(wake_up)) end
-  return told
+  return answered
 end

@@ -124,8 +124,8 @@ local function take_limits(member, last_number)
   if is_statement then forgotten[who] = true end
   for _, of in ipairs(call[C_RUNNING]) do counts[of[1]] = of[2] end
   for _, settled in ipairs(call[C_SETTLED]) do
-    local told_with, charge, used, is_counted, was_held = unpack(settled)
-    if told_with > last_number then settle(charge, used, is_counted, was_held) end
+    local first_call, charge, used, is_counted, was_held = unpack(settled)
+    if first_call > last_number then settle(charge, used, is_counted, was_held) end
   end
   local known, charged, refused = {}, {}, {}
   if is_statement then

@@ -49,11 +49,11 @@ local function combine_views()
   end
   table.sort(views, function(a, b) return a[2] < b[2] end)
   for _, view in ipairs(views) do
-    local of, _, told_at, engines = unpack(view)
+    local of, _, stated_at, engines = unpack(view)
     for _, e in ipairs(engines) do
       local id, tokens, requests, prefill, speed, is_reachable, age_us, ramp_us = unpack(e)
       local takes_new = is_reachable or (offers[id] and offers[id][E_TAKES_NEW]) or false
-      offers[id] = { id, tokens, requests, prefill, speed, takes_new, told_at - age_us, ramp_us, true, false }
+      offers[id] = { id, tokens, requests, prefill, speed, takes_new, stated_at - age_us, ramp_us, true, false }
       reached[id .. '\0' .. of] = is_reachable
     end
   end

@@ -124,13 +124,13 @@ local function compared(tokens, others)
 end
 
 local function needed(tickets, engines)
-  local told = {}
+  local bids = {}
   for i, it in ipairs(tickets) do
     local there = {}
     for j, id in ipairs(engines) do there[j] = it[HITS][id] or 0 end
-    told[i] = { it[ID], tiers[it[TIER]][NAME], it[TOKENS], it[REQUESTS], it[PROMPT], best_hit(it), there, it[ARRIVED], it[NUMBER] }
+    bids[i] = { it[ID], tiers[it[TIER]][NAME], it[TOKENS], it[REQUESTS], it[PROMPT], best_hit(it), there, it[ARRIVED], it[NUMBER] }
   end
-  return told
+  return bids
 end
 
 local function was_asked(name)

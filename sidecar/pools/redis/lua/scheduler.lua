@@ -241,13 +241,15 @@ local function is_place_before(a, b)
   return is_before(a.ticket, b.ticket)
 end
 
--- Whether a guarded tier leaves room to a ticket, each dimension for itself: one is let in where those below hold nothing.
+-- Whether a guarded tier leaves room to a ticket, each dimension for itself: one is let in where those below hold floors only.
 local function leaves_room(guard, ticket)
   local t = need(ticket)
   for d = 1, 3 do
-    local below = 0
-    for q in pairs(guard.below) do below = below + used(q, d) end
-    if below > 0 and below + t[d] > guard.floors[d] and total[d] + t[d] > guard.most[d] then return false end
+    local below, beyond = 0, 0
+    for q in pairs(guard.below) do
+      below, beyond = below + used(q, d), beyond + max(0, used(q, d) - figures.R[q][d])
+    end
+    if beyond > 0 and below + t[d] > guard.floors[d] and total[d] + t[d] > guard.most[d] then return false end
   end
   return true
 end

@@ -1,21 +1,21 @@
-"""Generated reference of the policy files. `python -m sidecar.policy.reference` writes docs/policy.md.
+"""Writes the JSON Schemas of the policy's files, and docs/policy.md: `python docs/policy_reference.py`.
 
-It is made of the JSON Schemas: the purpose of a key, the form of its value and its default are declared once.
+The reference is made of the schemas: the purpose of a key, the form of its value and its default are declared once.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from sidecar.policy import fields as of
 from sidecar.policy.fleet import EngineListFile
 from sidecar.policy.pool_file import PoolFile
-from sidecar.policy.schema import described, mapping_in
+from sidecar.policy.schema import SCHEMAS, described, mapping_in, schema_document
 from sidecar.policy.tenant import Tenant
+from sidecar.policy.validate import flow
 
 PLACES: Mapping[Any, str] = {
     PoolFile: "The pool's file",
@@ -55,11 +55,6 @@ def reference_text() -> str:
     for title, document in documents.items():
         parts += _sections(document, document, title, (), paths)
     return "\n".join(parts)
-
-
-def write(file: FilePath) -> None:
-    """Writes the page."""
-    file.write_text(reference_text(), encoding="utf-8")
 
 
 _Paths = dict[str, tuple[str, ...]]
@@ -131,7 +126,7 @@ def _value(key: _Schema) -> str:
         return kind
     if key.get("default") is not None:
         return ""
-    return f"e.g. `{_flow(key['examples'][0])}`" if "examples" in key else kind
+    return f"e.g. `{flow(key['examples'][0])}`" if "examples" in key else kind
 
 
 _KINDS = {
@@ -163,17 +158,7 @@ def _default(default: object) -> str:
         return ""
     if isinstance(default, dict) and all(value == {} for value in default.values()):
         return ", ".join(f"`{name}`" for name in default)
-    return f"`{_flow(default)}`"
-
-
-def _flow(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_flow(inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    return str(value)
+    return f"`{flow(default)}`"
 
 
 def _beyond_its_row(doc: str) -> str:
@@ -189,5 +174,14 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
+def texts() -> Mapping[Path, str]:
+    """The files that this script writes."""
+    docs = Path(__file__).parent
+    schemas = {name: json.dumps(schema_document(kind), indent=2, ensure_ascii=False) for name, kind in SCHEMAS.items()}
+    found = {docs.parent / "policies" / name: f"{text}\n" for name, text in schemas.items()}
+    return {**found, docs / "policy.md": reference_text()}
+
+
 if __name__ == "__main__":
-    write(FilePath(sys.argv[1] if len(sys.argv) > 1 else "docs/policy.md"))
+    for file, text in texts().items():
+        file.write_text(text, encoding="utf-8")
