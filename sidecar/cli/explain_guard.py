@@ -7,6 +7,7 @@ from typing import Any
 from sidecar.durations import policy_duration
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
+from sidecar.scheduling.guard import first_state
 
 Found = dict[str, Any]
 
@@ -26,7 +27,7 @@ def guards(policy: Policy, pool: Pool, level: int) -> Found | None:
                 {
                     "tier": guard.tier,
                     "is_own": of == level,
-                    "share": guard.share,
+                    "share": _first_share(policy, of),
                     "ttft_s": slo.ttft_s,
                     "tpot_s": slo.tpot_s,
                     "hold": float(policy.tiers[of].hold),
@@ -36,6 +37,13 @@ def guards(policy: Policy, pool: Pool, level: int) -> Found | None:
         return None
     has_reserve = policy.tiers[level].reserve > 0
     return {"tiers": found, "has_reserve": has_reserve}
+
+
+def _first_share(policy: Policy, level: int) -> float:
+    """The share at which a guard begins: a tenth of the pool, or the floors of the less important tiers."""
+    below = [tier for tier in policy.tiers[level + 1 :] if not tier.always_first]
+    fair = policy.fair if policy.rules.is_by_gain else 1
+    return first_state(float(sum(tier.reserve for tier in below) * fair)).share
 
 
 def guard_lines(found: Found) -> list[str]:

@@ -254,7 +254,7 @@ class PoolOverview:
         )
 
     def _describe_guard(self, share: TierShare) -> str:
-        if share.guard is None or share.slo.hold is None:
+        if share.guard is None or share.slo.hold is None or self._sources.policy().mode is not Mode.ENFORCE:
             return ""
         return as_guarded(share.guard, share.slo.hold, *self._guards.lately(share))
 

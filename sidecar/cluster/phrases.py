@@ -53,8 +53,8 @@ def as_promised(tiers: Sequence[TierView]) -> str:
 def as_guarded(guard: TierGuard, hold: float, met: int, missed: int) -> str:
     """Half a sentence about a tier whose SLO is held: what its requests saw lately, and what that leaves to others."""
     seen = f"{100 * met / (met + missed):.1f}% met of {count(met + missed)}" if met + missed else "none ended lately"
-    room = f"less important work fills to {guard.share:.0%} ({guard.total:.0%} held)"
-    vain = ", and is not why it misses" if guard.is_in_vain else ""
+    room = f"others may fill the pool to {guard.share:.0%}, and {guard.total:.0%} of it is held"
+    vain = "; they are not why it misses" if guard.is_in_vain else ""
     return f"{seen} ({100 * hold:.4g}% promised), {room}{vain}"
 
 
@@ -89,9 +89,9 @@ def main_overtaking(overtaken_by: Mapping[str, Overtakings]) -> tuple[str, str] 
 
 
 def waits_at_its_limit(overtaken_by: Mapping[str, Overtakings]) -> bool:
-    """True if a tier waits for room of its own: others pass it because it has all that its `limit` allows."""
+    """True if others pass a tier as its operator wants it: it has all that its `limit` or another tier's SLO allows."""
     found = main_overtaking(overtaken_by)
-    return found is not None and found[1] == "limit"
+    return found is not None and found[1] in ("limit", "guarded")
 
 
 def starving(tiers: Sequence[TierView]) -> str | None:

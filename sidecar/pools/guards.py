@@ -17,10 +17,14 @@ from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, d
 from sidecar.scheduling.guarded import DECIDE_EVERY_US, largest_share
 from sidecar.scheduling.scheduler import Scheduler
 
-_STATE_SIZE = len(GuardState._fields) + 1
-"""Of what a decision leaves to the next one: the controller's state, and the ledger's moment of the last one in vain.
+_STATE_SIZE = len(GuardState._fields) + 2
+"""Of what a decision leaves to the next one: the controller's state, and the ledger's moments of the first and the last
+one in vain, without another one between them.
 
-That is 0 for never. One of another ledger that is later than now counts as never."""
+They are 0 for never. One of another ledger that is later than now counts as never."""
+
+SURE_AFTER_US = 20_000_000
+"""So long all decisions are in vain until the guard is: answers that ran beside less important work end first."""
 
 IN_VAIN_US = 60_000_000
 """For so long a decision shows that the guard was in vain. Perhaps nobody makes another one."""
@@ -139,7 +143,11 @@ class MemberGuard:
             return None
         moments = {tier.tier: _in_vain_us(tier.guard) for tier in reply.tiers}
         own_us = now_us - reply.now_us + IN_VAIN_US
-        self._in_vain_until_us = {tier: at + own_us for tier, at in moments.items() if 0 < at <= reply.now_us}
+        self._in_vain_until_us = {
+            tier: last + own_us
+            for tier, (first, last) in moments.items()
+            if 0 < first <= last - SURE_AFTER_US and last <= reply.now_us
+        }
         if reply.is_foreign:
             return None
         own = {self._rules.tiers[level].name for level in self._levels}
@@ -171,9 +179,11 @@ class MemberGuard:
             before = _last_state(of) or first_state(floors)
             after = decide(before, seen, float(tier.hold))
             is_in_vain = _is_in_vain(before, seen, float(tier.hold))
-            in_vain_us = _in_vain_us(of) if is_in_vain is None else is_in_vain * reply.now_us
+            first_us, last_us = _in_vain_us(of)
+            if is_in_vain is not None:
+                first_us, last_us = (first_us or reply.now_us, reply.now_us) if is_in_vain else (0, 0)
             share_ppm = max(1, round(after.share * PPM))
-            state = [*map(float, after), float(in_vain_us)]
+            state = [*map(float, after), float(first_us), float(last_us)]
             self._decided.append(GuardDecided(tier.name, of.decided_us, share_ppm, of.met, of.missed, state))
 
     def figures(self, pool: Scheduler, now_us: int) -> list[GuardFigures]:
@@ -200,7 +210,7 @@ def _last_state(of: GuardHeld) -> GuardState | None:
         return None
     share = max(LEAST, of.share_ppm / PPM)
     if len(of.state) == _STATE_SIZE:
-        state = GuardState._make(of.state[:-1])
+        state = GuardState._make(of.state[:-2])
         are_shares = all(LEAST <= it <= 1 for it in (state.share, state.failed_at, state.busy))
         are_counts = all(0 <= it <= UNBOUNDED for it in state[3:])
         if are_shares and are_counts and round(state.share * PPM) == of.share_ppm:
@@ -208,8 +218,8 @@ def _last_state(of: GuardHeld) -> GuardState | None:
     return GuardState(share, 1.0, share)
 
 
-def _in_vain_us(of: GuardHeld) -> int:
-    return int(of.state[-1]) if len(of.state) == _STATE_SIZE else 0
+def _in_vain_us(of: GuardHeld) -> tuple[int, int]:
+    return (int(of.state[-2]), int(of.state[-1])) if len(of.state) == _STATE_SIZE else (0, 0)
 
 
 def _is_in_vain(before: GuardState, seen: GuardedPeriod, hold: float) -> bool | None:

@@ -108,11 +108,11 @@ def test_who_waits_at_its_own_limit_does_not_starve() -> None:
 
 def test_a_guarded_tier_says_what_it_meets_and_what_it_leaves() -> None:
     guard = TierGuard(0.3501, 0.25, 0.31, {"met": 2000, "missed": 50}, is_in_vain=False)
-    leaves = "less important work fills to 35% (31% held)"
+    leaves = "others may fill the pool to 35%, and 31% of it is held"
     assert as_guarded(guard, 0.97, 1173, 31) == f"97.4% met of 1,204 (97% promised), {leaves}"
     assert as_guarded(guard, 0.995, 0, 0) == f"none ended lately (99.5% promised), {leaves}"
     vain = msgspec.structs.replace(guard, is_in_vain=True)
-    assert as_guarded(vain, 0.97, 1, 1) == f"50.0% met of 2 (97% promised), {leaves}, and is not why it misses"
+    assert as_guarded(vain, 0.97, 1, 1) == f"50.0% met of 2 (97% promised), {leaves}; they are not why it misses"
 
 
 def test_when_no_one_waits_it_still_says_who_starved_before() -> None:

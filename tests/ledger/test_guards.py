@@ -309,8 +309,8 @@ def test_one_that_comes_to_an_empty_store_does_not_decide_before_the_others_have
 
 @pytest.mark.parametrize(
     "state",
-    [[], [0.6], [0.6] * 20, [7.0, 1.0, 7.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.6, -1.0, 0.6, 0.0, 0.0, 0.0, 0.0, 0.0],
-     [0.6, 1.0, 0.6, 1e300, -5.0, 0.0, 0.0, 0.0], [0.6, 1.0, 1e-300, 0.0, 0.0, 0.0, 0.0, 0.0]],
+    [[], [0.6], [0.6] * 20, [7.0, 1.0, 7.0, *[0.0] * 6], [0.6, -1.0, 0.6, *[0.0] * 6],
+     [0.6, 1.0, 0.6, 1e300, -5.0, *[0.0] * 4], [0.6, 1.0, 1e-300, *[0.0] * 6]],
 )  # fmt: skip
 def test_a_state_of_another_version_or_out_of_bounds_is_begun_anew_from_the_share_in_force(state: list[float]) -> None:
     pool = Pool("a", "b")
@@ -342,9 +342,11 @@ def test_a_replica_of_other_tiers_decides_nothing() -> None:
 def test_every_replica_knows_whether_the_guard_is_in_vain_whoever_decided() -> None:
     pool = Pool("a", "b")
     pool.run(4)
-    pool.see("a", met=0, missed=20)
-    pool.run(1.5, "a")
-    pool.run(5, "a", "b")
+    for _ in range(5):
+        assert pool.are_in_vain() == [False, False]  # these may be of answers that ran beside less important work
+        pool.see("a", met=0, missed=20)
+        pool.run(1.5, "a")
+        pool.run(5, "a", "b")
     assert pool.are_in_vain() == [True, True]
     pool.see("b", met=20, missed=0)
     pool.run(1.5, "b")

@@ -119,10 +119,13 @@ async def test_misses_move_nothing_while_less_important_work_holds_nothing(harne
     clock = Clock()
     pool = await harness.pool(guarded(), clock)
     before = share(pool)
-    for _ in range(3):
+    for _ in range(10):
+        assert not pool.guards()[0].is_in_vain  # these may be of answers that ran beside less important work
         for tenant in "abcdefghijkl":
             pool.note_slo(0, tenant, is_missed=True)
         await after(harness, pool, clock, 3)
+        if pool.guards()[0].is_in_vain:
+            break
     assert share(pool) == before
     assert pool.guards()[0].is_in_vain
     await after(harness, pool, clock, 62)  # nothing more was seen
