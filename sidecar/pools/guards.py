@@ -80,7 +80,7 @@ class GuardFigures(NamedTuple):
 
 
 class MemberGuard:
-    """A replica's part: what its requests saw, and what it decides. The levels are those of its own rules."""
+    """A replica's part: what its requests saw, and what it decides. `levels`: the guarded ones of its own rules."""
 
     def __init__(self, rules: Rules) -> None:
         self._counts: dict[int, dict[str, list[int]]] = {}
@@ -94,17 +94,12 @@ class MemberGuard:
     def change_rules(self, rules: Rules) -> None:
         """Other rules of the same tiers."""
         self._rules = rules
-        self._levels = [level for level, tier in enumerate(rules.tiers) if tier.hold > 0]
-        self._counts = {level: counts for level, counts in self._counts.items() if level in self._levels}
-
-    @property
-    def is_needed(self) -> bool:
-        """True if a tier is guarded."""
-        return bool(self._levels)
+        self.levels = [level for level, tier in enumerate(rules.tiers) if tier.hold > 0]
+        self._counts = {level: counts for level, counts in self._counts.items() if level in self.levels}
 
     def note(self, level: int, tenant: str, *, is_missed: bool, now_us: int) -> int | None:
         """A request of a tier. Returns when it is to be told, None where the tier is not guarded."""
-        if level not in self._levels:
+        if level not in self.levels:
             return None
         self._counts.setdefault(level, {}).setdefault(tenant, [0, 0])[is_missed] += 1
         self._seen.setdefault(level, [0, 0])[is_missed] += 1
@@ -139,8 +134,6 @@ class MemberGuard:
 
         A replica of other tiers holds nothing of the pool, and decides nothing.
         """
-        if not self._levels:
-            return None
         moments = {tier.tier: _in_vain_us(tier.guard) for tier in reply.tiers}
         own_us = now_us - reply.now_us + IN_VAIN_US
         self._in_vain_until_us = {
@@ -150,7 +143,7 @@ class MemberGuard:
         }
         if reply.is_foreign:
             return None
-        own = {self._rules.tiers[level].name for level in self._levels}
+        own = {self._rules.tiers[level].name for level in self.levels}
         guards = [tier.guard for tier in reply.tiers if tier.tier in own and tier.guard.share_ppm]
         if all(of.decided_us for of in guards):
             self._undecided_us = None
@@ -166,7 +159,7 @@ class MemberGuard:
     def decide(self, reply: Reply, pool: Scheduler) -> None:
         """Decides by a reply, and by what the tiers of the `pool` hold."""
         guards = {tier.tier: tier.guard for tier in reply.tiers}
-        for level in self._levels:
+        for level in self.levels:
             tier = self._rules.tiers[level]
             of, guarded = guards.get(tier.name, NO_GUARD), pool.guards.of(level)
             if guarded is None or not of.share_ppm or self._due_in_us(of, reply):

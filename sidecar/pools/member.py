@@ -254,7 +254,7 @@ class Member:
 
     def guards(self, now_us: int) -> list[GuardFigures]:
         """The guarded tiers, the most important first."""
-        return self._guard.figures(self.mirror(now_us), now_us) if self._guard.is_needed else []
+        return self._guard.figures(self.mirror(now_us), now_us) if self._guard.levels else []
 
     def close(self, now_us: int) -> None:
         """Says goodbye when the last request has ended."""
@@ -361,8 +361,9 @@ class Member:
             self.pool.states()
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
-        self._news += [NewsItem(seen) for seen in self._guard.seen(now_us)]
-        self._guard.put(call, self.pool.reply)
+        if self._guard.levels:
+            self._news += [NewsItem(seen) for seen in self._guard.seen(now_us)]
+            self._guard.put(call, self.pool.reply)
         for item in self._news:
             if item.number == 0 or kind == "state":
                 item.number = item.number or call.number
@@ -432,7 +433,8 @@ class Member:
             self.pool.own_is_reported(reply.grants)
             self.elsewhere.answered(reply, self._sent_us, is_first=call.kind == "state")
         self._take_room_back(reply, self.pool.ahead_us, now_us)
-        self._decide_guards(reply, now_us)
+        if self._guard.levels:
+            self._decide_guards(reply, now_us)
         if reply.next_us is not None and (self.waiting() or reply.on_hold):
             self._call_by(now_us + reply.next_us)
         self._call_if_needed(now_us)
@@ -542,7 +544,8 @@ class Member:
             self._take(reply.grants, True, 0)
             self._bids.take_tags(reply)
             self._take_room_back(reply, 0, now_us)
-            self._decide_guards(reply, now_us)
+            if self._guard.levels:
+                self._decide_guards(reply, now_us)
             is_done = len(self.leases) == before and not self.meter.has_questions and not self._guard.has_decided
 
     def _begin_alone(self) -> None:
