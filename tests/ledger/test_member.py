@@ -59,11 +59,6 @@ def test_it_gives_the_answers_of_programs() -> None:
     assert [found for program in programs(range(16)) if (found := first_difference(program, 32))] == []
 
 
-@pytest.mark.long
-def test_it_gives_the_answers_of_100_programs() -> None:
-    assert [found for program in programs(range(100)) if (found := first_difference(program, 32))] == []
-
-
 def test_in_the_process_it_gives_the_same_with_four_bids() -> None:
     assert [found for program in programs(range(16)) if (found := first_difference(program, 4, member.Member))] == []
 

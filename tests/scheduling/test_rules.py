@@ -40,11 +40,6 @@ def test_a_ticket_ages_by_the_figure_that_counts_now() -> None:
     assert player.dispatch(150 * second) == [("old", "pool#1")]
 
 
-@pytest.mark.long
-def test_it_gives_the_answers_of_300_programs() -> None:
-    assert [found for program in programs(range(300)) if (found := first_difference(program))] == []
-
-
 def enters_for(pool: reference.Reference, chosen: list[str], now: int) -> bool:
     """Whether the one enters for which these were chosen, if they let go at once."""
     waiting = [r for r, _ in pool.in_order() if pool.tiers[r.tier]["preempt_after"] is not None]
