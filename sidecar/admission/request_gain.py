@@ -135,8 +135,7 @@ class GainMeter:
         tier = self.ledger.tier(tier_names[request.classification.level].decode())
         speed = self.speeds.typical()
         tokens = self.expected_tokens(request, tier)
-        uncached = max(0, request.prompt_tokens - max((hit for _, hit in request.hits or ()), default=0))
-        return gain_for(objective, speed, uncached, tokens)
+        return gain_for(objective, speed, _least_uncached(request), tokens)
 
     def document(self) -> GainDocument:
         """The gain by tier and the speed by engine, in bounded size. Also notes how many replicas there are now."""
@@ -157,6 +156,11 @@ class GainMeter:
             if found is not None:
                 return min(found.tokens, expected.longest) * expected.shown
         return most if tier.mean_tokens is None else min(most, max(1, round(tier.mean_tokens)))
+
+
+def _least_uncached(request: SizedRequest) -> int:
+    """The tokens of its prompt that the engine with the best hit has to compute."""
+    return max(0, request.prompt_tokens - max((hit for _, hit in request.hits or ()), default=0))
 
 
 class RequestGain:
@@ -318,7 +322,7 @@ class RequestGain:
         if call is not None:
             times = [self._speed.computing_us(call.uncached)]
         else:
-            uncached = max(0, request.prompt_tokens - max((hit for _, hit in request.hits or ()), default=0))
+            uncached = _least_uncached(request)
             times = [engine.computing_us(uncached) for engine in self._meter.speeds.engines.values()]
         return bool(times) and all(time_us is not None and time_us >= objective.ttft_us for time_us in times)
 

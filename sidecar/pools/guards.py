@@ -29,8 +29,8 @@ SURE_AFTER_US = 20_000_000
 IN_VAIN_US = 60_000_000
 """For so long a decision shows that the guard was in vain. Perhaps nobody makes another one."""
 
-TOLD_EVERY_US = 1_000_000
-"""What was seen is told so often: one tenant's part of it is found in that time."""
+REPORT_EVERY_US = 1_000_000
+"""A replica reports so often what it saw: one tenant's part of it is found in that time."""
 
 
 def take(scheduler: Scheduler, levels: Mapping[str, int], call: Call, last_number: int, now_us: int) -> None:
@@ -63,11 +63,10 @@ def mirror(scheduler: Scheduler, level: int, held: GuardHeld) -> None:
 
 
 class GuardFigures(NamedTuple):
-    """A guarded tier. Less important requests may fill the pool to `share` of it, and they hold `below` of it now.
+    """A guarded tier. Less important requests may fill the pool to `share` of it: they hold `below` of it, all `total`.
 
-    `met` and `missed` count what this process has seen since it began. `is_in_vain`: at a decision of this
-    process in the last minute the SLO was missed though the less important held no more than their floors, or than one
-    request.
+    `met` and `missed` count what this process has seen since it began. `is_in_vain`: the SLO was missed at all
+    decisions of the last `SURE_AFTER_US` though a smaller share could not have helped, whoever decided.
     """
 
     tier: str
@@ -88,7 +87,7 @@ class MemberGuard:
         self._seen: dict[int, list[int]] = {}  # since the process began
         self._in_vain_until_us: dict[str, int] = {}
         self._undecided_us: int | None = None  # first reply without a decision: others may state one
-        self._tell_at_us: int | None = None
+        self._report_at_us: int | None = None
         self.change_rules(rules)
 
     def change_rules(self, rules: Rules) -> None:
@@ -98,20 +97,20 @@ class MemberGuard:
         self._counts = {level: counts for level, counts in self._counts.items() if level in self.levels}
 
     def note(self, level: int, tenant: str, *, is_missed: bool, now_us: int) -> int | None:
-        """A request of a tier. Returns when it is to be told, None where the tier is not guarded."""
+        """A request of a tier. Returns when it is to be reported, None where the tier is not guarded."""
         if level not in self.levels:
             return None
         self._counts.setdefault(level, {}).setdefault(tenant, [0, 0])[is_missed] += 1
         self._seen.setdefault(level, [0, 0])[is_missed] += 1
-        if self._tell_at_us is None:
-            self._tell_at_us = now_us + TOLD_EVERY_US
-        return self._tell_at_us
+        if self._report_at_us is None:
+            self._report_at_us = now_us + REPORT_EVERY_US
+        return self._report_at_us
 
     def seen(self, now_us: int) -> list[SloSeen]:
-        """Returns the news of it that is due."""
-        if self._tell_at_us is None or now_us < self._tell_at_us:
+        """Returns the reports that are due."""
+        if self._report_at_us is None or now_us < self._report_at_us:
             return []
-        counts, self._counts, self._tell_at_us = self._counts, {}, None
+        counts, self._counts, self._report_at_us = self._counts, {}, None
         found = []
         for level, of_tenants in counts.items():
             tier = self._rules.tiers[level]

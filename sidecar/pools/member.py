@@ -248,9 +248,9 @@ class Member:
 
     def note_slo(self, tier: int, tenant: str, *, is_missed: bool, now_us: int) -> None:
         """A request met its tier's SLO or missed it (rule 10)."""
-        tell_at_us = self._guard.note(tier, tenant, is_missed=is_missed, now_us=now_us)
-        if tell_at_us is not None:
-            self._call_by(tell_at_us)
+        report_at_us = self._guard.note(tier, tenant, is_missed=is_missed, now_us=now_us)
+        if report_at_us is not None:
+            self._call_by(report_at_us)
 
     def guards(self, now_us: int) -> list[GuardFigures]:
         """The guarded tiers, the most important first."""

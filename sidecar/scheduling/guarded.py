@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, larger, minus, plus
 from sidecar.scheduling.figures import Figures, Rules, rounded_part
+from sidecar.scheduling.guard import BEGIN, DECIDE_EVERY_S
 
 if TYPE_CHECKING:
     from sidecar.scheduling.scheduler import Candidate, Scheduler
     from sidecar.scheduling.tickets import Ticket
 
-FIRST_SHARE = Fraction(1, 10)
+FIRST_SHARE = Fraction(str(BEGIN))
 """Where nothing is known of an SLO yet."""
 
-
-DECIDE_EVERY_US = 2_000_000
-"""So often it is decided how much less important tiers may hold."""
+DECIDE_EVERY_US = round(DECIDE_EVERY_S * 1e6)
+"""So often it is decided to what share less important work may fill the pool."""
 
 
 @dataclass(eq=False)
@@ -140,13 +140,13 @@ class Guards:
         return kept
 
     def _keeping_out(self, ticket: Ticket, closed: Container[int]) -> Iterator[GuardedTier]:
-        scheduler = self._scheduler
         for guarded in self.tiers:
-            if ticket.tier in guarded.below:
-                below, beyond = self.held_below(guarded), self._held_beyond_floors(guarded)
-                needed = scheduler.need(ticket)
-                if guarded.level in closed or not guarded.leaves(needed, below, beyond, scheduler.held):
-                    yield guarded
+            if ticket.tier in guarded.below and (guarded.level in closed or not self._has_room(guarded, ticket)):
+                yield guarded
+
+    def _has_room(self, guarded: GuardedTier, ticket: Ticket) -> bool:
+        below, beyond = self.held_below(guarded), self._held_beyond_floors(guarded)
+        return guarded.leaves(self._scheduler.need(ticket), below, beyond, self._scheduler.held)
 
 
 def _sum(amounts: Iterable[Amount]) -> Amount:

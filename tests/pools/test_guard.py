@@ -47,6 +47,12 @@ async def batch(pool: Pool, *tokens: int) -> list[Lease]:
     return [await pool.enter(ask(tokens=each, tier=1)) for each in tokens]
 
 
+def miss(pool: Pool) -> None:
+    """A request of each of twelve tenants misses the SLO."""
+    for tenant in "abcdefghijkl":
+        pool.note_slo(0, tenant, is_missed=True)
+
+
 def share(pool: Pool) -> float:
     return pool.guards()[0].share
 
@@ -90,8 +96,7 @@ async def test_misses_take_room_and_no_lease(harness: Harness) -> None:
     pool = await harness.pool(guarded(), clock)
     first, other = await batch(pool, 5, 4)
     before = share(pool)
-    for tenant in "abcdefghijkl":
-        pool.note_slo(0, tenant, is_missed=True)
+    miss(pool)
     await after(harness, pool, clock, 5)
     assert 0 < share(pool) < before
     assert (first.grant is None, other.grant is None) == (False, False)
@@ -107,8 +112,7 @@ async def test_misses_move_nothing_while_less_important_work_holds_one_request(h
     pool = await harness.pool(guarded(), clock)
     (first,) = await batch(pool, 50)  # one enters beside nothing, whatever its size
     before = share(pool)
-    for tenant in "abcdefghijkl":
-        pool.note_slo(0, tenant, is_missed=True)
+    miss(pool)
     await after(harness, pool, clock, 5)
     assert first.grant is not None
     assert share(pool) == before
@@ -121,8 +125,7 @@ async def test_misses_move_nothing_while_less_important_work_holds_nothing(harne
     before = share(pool)
     for _ in range(10):
         assert not pool.guards()[0].is_in_vain  # these may be of answers that ran beside less important work
-        for tenant in "abcdefghijkl":
-            pool.note_slo(0, tenant, is_missed=True)
+        miss(pool)
         await after(harness, pool, clock, 3)
         if pool.guards()[0].is_in_vain:
             break
