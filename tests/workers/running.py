@@ -216,10 +216,11 @@ async def both_have_some(command: Command, streams: list[asyncio.Task[tuple[int,
     while not all((await command.under_way()).values()):
         assert len(streams) < 40
         streams.append(asyncio.ensure_future(command.stream()))
-        await until(lambda: _counts(command, len(streams)), "the last has come")
+        await until(lambda: has_come(command, len(streams)), "the last has come")
 
 
-async def _counts(command: Command, requests: int) -> bool:
+async def has_come(command: Command, requests: int) -> bool:
+    """Whether the workers have so many requests under way, those that wait included."""
     return sum((await command.under_way()).values()) == requests
 
 

@@ -26,6 +26,7 @@ from tests.workers.running import (
     children,
     draining,
     events,
+    has_come,
     held_engine,
     is_running,
     serving,
@@ -42,6 +43,7 @@ async def test_two_workers_share_one_pool_and_one_port_and_drain_together(tmp_pa
         streams: list[asyncio.Task[tuple[int, bytes]]] = []
         await both_have_some(command, streams)
         streams += [asyncio.ensure_future(command.stream()) for _ in range(6)]
+        await until(lambda: has_come(command, len(streams)), "all have come: one still to come is refused")
         await until(lambda: engine.running == 3, "the pool is full")
         state = await command.page("/state")
         assert state["pool"]["capacity"]["requests"] == 3
