@@ -201,10 +201,10 @@ class Answer(msgspec.Struct, eq=False):
 
     def write(self, write: Write, body: bytes) -> bool:
         """See `chunks.Write`, around the server's: from the first byte on, a chunk is read as one that is sent."""
-        hider = self._client.hider
+        hider, editor = self._client.hider, self._client.editor
         if not self.streams or self.cost is not None or (hider is not None and not hider.passes(body)):
             return False
-        if not write(body):
+        if not (write(body) if editor is None else editor.write(write, body)):
             return False
         self._read_chunk(body)
         return True

@@ -30,7 +30,8 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, with_write
-from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest
+from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest, is_upload
+from sidecar.admission.model_names import with_model
 from sidecar.admission.request_path import guarded_endpoint, path_for_app
 from sidecar.admission.responses import REQUEST_ID
 from sidecar.admission.usage import UsageReader
@@ -92,6 +93,20 @@ def _asking_options(written: bytes | None, engine: Engine) -> bytes | None:
     return options
 
 
+def open_answer(
+    client: ClientChannel, request: SizedRequest, engine: Engine | None, usage: UsageReader
+) -> bytes | None:
+    """Readies the client's channel for the answer. Returns the `stream_options` of `ask_for_usage`."""
+    if request.engine_model is not None and request.payload.model is not None:
+        from sidecar.admission.model_bodies import model_edits
+
+        client.edit(model_edits(request.payload.model))
+    options = ask_for_usage(request, engine, usage) if engine is None or request.payload.stream else None
+    if options is not None:
+        client.hide_usage()
+    return options
+
+
 def request_for_app(
     request: SizedRequest,
     endpoint: Endpoint,
@@ -107,6 +122,8 @@ def request_for_app(
     `pairs` are the client's headers as they came, `added` those that replace them. See also `forwarded_body`.
     """
     body = forwarded_body(_capped_body(request), request.payload, forward, stream_options)
+    if request.engine_model is not None:
+        body = with_model(body, request.engine_model)
     if b"content-length" in request.headers and (
         body is not request.payload.body or CONTENT_ENCODING in request.stripped
     ):
@@ -214,7 +231,29 @@ def show_outside(written: Scope | None, scope: Scope, *, is_shown: bool = False)
 def call_app(
     controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
 ) -> Awaitable[None]:
-    """Calls the app with the scope `for_app`, which is `scope` itself or a copy."""
+    """Calls the app with the scope `for_app`, which is `scope` itself or a copy. The request was not read for it."""
+    if (
+        controller.snapshot.names.renamed
+        and for_app.get("method") == "POST"
+        and not is_upload(dict(for_app["headers"]))
+    ):
+        return _call_renamed(controller, scope, for_app, receive, send)
+    return _call(controller, scope, for_app, receive, send)
+
+
+async def _call_renamed(
+    controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
+) -> None:
+    from sidecar.admission.model_bodies import renamed
+
+    snapshot = controller.snapshot
+    for_app, receive, send = await renamed(snapshot.names, snapshot.policy.max_body_bytes, for_app, receive, send)
+    await _call(controller, scope, for_app, receive, send)
+
+
+def _call(
+    controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
+) -> Awaitable[None]:
     if for_app is scope or controller.is_proxied:  # around our own proxy there is no one
         return controller.app(for_app, receive, send)
     return _call_and_show(controller, scope, for_app, receive, send)

@@ -88,6 +88,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     where its gain is not measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's.
     `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine. The
     body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again: `Ask.request`.
+    `engine_model` is the model's name at the engine, where that is another.
     """
 
     headers: Mapping[bytes, bytes]
@@ -108,6 +109,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     objective: Objective | None = None
     gain: TicketGain | None = None
     is_unread: bool = False
+    engine_model: str | None = None
 
     def __hash__(self) -> int:
         """Equal when its tenant sends the same body again, while that is kept. Hardly any request is asked."""
@@ -315,6 +317,8 @@ class RequestIntake(msgspec.Struct, eq=False):
         if self.trace is not None:
             self.trace(asked, tenant)
         self.classification = classification = snapshot.classifier.classify(asked, tenant)
+        if tenant.models is not None:
+            snapshot.names.refuse_others(tenant, payload.model, None if is_unread else payload.body)
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
             refuse_what_is_too_much(payload, policy)
@@ -351,6 +355,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             max_wait_s=_asked_wait_s(headers),
             objective=objective,
             is_unread=is_unread,
+            engine_model=snapshot.names.renamed.get(payload.model),
         )
 
 

@@ -28,9 +28,9 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.engine_route import EngineRoute
 from sidecar.admission.event_reporter import new_reporter
 from sidecar.admission.forwarding import (
-    ask_for_usage,
     id_for_app,
     new_granted,
+    open_answer,
     pass_read,
     request_for_app,
     show_outside,
@@ -405,9 +405,7 @@ class RequestHandler(TurnUser):
     def _scope_for_app(self, forward: Forward, granted: Granted, answer: Answer) -> Scope:
         request = self._request
         asked = self._snapshot.asks_usage_of
-        options = ask_for_usage(request, asked, answer.usage) if asked is None or request.payload.stream else None
-        if options is not None:
-            self._client.hide_usage()
+        options = open_answer(self._client, request, asked, answer.usage)
         observation, is_proxied = self._reporter.observation, self._controller.is_proxied
         traced = () if observation is None else observation.headers()
         named = () if is_proxied else id_for_app(self._request_id, self._pairs, request.headers)
