@@ -59,7 +59,7 @@ _SERVICE_TIER = "service_tier"
 _SERVICE_TIER_IN = {
     Api.CHAT: ((_SERVICE_TIER,), (_SERVICE_TIER,), "choices"),
     Api.RESPONSES: ((_SERVICE_TIER,), ("response", _SERVICE_TIER), "output"),
-    Api.MESSAGES: (("usage", _SERVICE_TIER), ("message", "usage", _SERVICE_TIER), "output_tokens"),
+    Api.MESSAGES: (("usage", _SERVICE_TIER), ("message", "usage", _SERVICE_TIER), "input_tokens"),
 }
 """Where an API says the tier that was granted: in a whole answer, in a stream's events, and beside which member."""
 

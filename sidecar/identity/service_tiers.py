@@ -42,9 +42,10 @@ def granted_name(tiers: ServiceTiers, api: Api, level: int, raw: bytes) -> str:
     A tier without a name has that of the next less important one; below all names, of the next more important one.
     """
     asked, is_messages = decoded(raw), api is Api.MESSAGES
-    lower = [named for _, named in tiers if named >= level]
-    level = min(lower) if lower else max(named for _, named in tiers)
-    names = [name for name, named in tiers if named == level]
+    concrete = [(name, named) for name, named in tiers if name != AUTO]
+    lower = [named for _, named in concrete if named >= level]
+    level = min(lower) if lower else max(named for _, named in concrete)
+    names = [name for name, named in concrete if named == level]
     own = [name for name in names if name == "priority" or (name in _STANDARD) == is_messages]
     name = asked if isinstance(asked, str) and asked in names else (*own, *names)[0]
     return _STANDARD.get(name, name) if is_messages else name
