@@ -25,8 +25,21 @@ from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.admission.test_sse_keepalive import OPENAI_EVENTS, Engine, pool_taken
 from tests.support.each import each
 from tests.support.late import anthropic, openai
-from tests.support.middleware import CHAT, KEYS, App, chat, guarding, key, policy, write_policy
+from tests.support.middleware import (
+    CHAT,
+    KEYS,
+    App,
+    chat,
+    chunk,
+    guarding,
+    key,
+    policy,
+    start,
+    whole_body,
+    write_policy,
+)
 from tests.support.serving import serving
+from tests.support.wire import connected, post
 
 pytestmark = pytest.mark.anyio
 
@@ -157,13 +170,17 @@ async def test_without_the_source_it_is_a_field_as_any_other(value: str) -> None
 
 
 async def test_the_400_of_an_unknown_value_is_the_engines_own() -> None:
-    """TensorRT-LLM refuses every field of a chat that it does not know, and vLLM what its responses do not list."""
+    """TensorRT-LLM refuses every field of a chat that it does not know: no value that is read here may reach it."""
     async with (
         an_engine(is_proxied=True, engine="tensorrt-llm") as url,
         openai.AsyncOpenAI(api_key="sk-acme", base_url=f"{url}/v1", max_retries=0) as client,
     ):
         known = await client.chat.completions.create(model="m", messages=HELLO, service_tier="flex", max_tokens=5)
         assert known.service_tier == "flex"
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(model="m", messages=HELLO, service_tier="fast", max_tokens=5)
+    assert "service_tier" in refused.value.response.text
+    assert refused.value.response.headers["x-admission-ignored"] == "service_tier"
 
 
 # Who may have which
@@ -271,12 +288,21 @@ async def test_what_is_no_answer_of_the_api_passes_as_it_is() -> None:
         assert refused.is_error(400, "invalid_body")
 
 
-async def test_a_preempted_or_stalled_whole_answer_is_ended_as_without_an_edit() -> None:
-    """Its body is held until it is complete, and so is never seen in part."""
-    async with guarding(App(is_held=True), tiered("timeouts: {total: 200ms}\n")) as guarded:
-        answer = await guarded.ask(chat(service_tier="flex"), key("acme"))
-        assert answer.is_error(504, "engine_timeout")
-        guarded.sidecar.app.release()
+async def test_an_answer_that_breaks_off_is_not_shown_as_a_whole_one() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await whole_body(receive)
+            await start(send)
+            await chunk(send, b'{"choices":[]')
+            raise ConnectionError
+        await App()(scope, receive, send)
+
+    async with guarding(app, tiered()) as guarded, connected(guarded.port) as (reader, writer):
+        writer.write(post(CHAT, json.dumps(chat(service_tier="flex")).encode(), key("acme")))
+        answer = await asyncio.wait_for(reader.read(), 60)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"choices" not in answer
+    assert not answer.endswith(b"0\r\n\r\n")
 
 
 async def test_observed_requests_and_answers_pass_unchanged() -> None:
