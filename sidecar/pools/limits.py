@@ -26,6 +26,12 @@ def downgraded(ask: Ask, sizes: SizeLimits) -> Ask | None:
     return None if sizes.too_large(lower) else lower
 
 
+def raised(ask: Ask, tier: int, sizes: SizeLimits) -> Ask | None:
+    """The request in a more important tier; None where that could never admit it."""
+    higher = msgspec.structs.replace(ask, tier=tier, gain=None)  # that is of the tier which it leaves
+    return None if sizes.too_large(higher) else higher
+
+
 def metered(number: int, tenant: str, tokens: int, limits: Limits, *, charges: bool) -> Metered:
     """The question about one request for the ledger."""
     of = limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests, limits.burst_us
