@@ -42,7 +42,7 @@ from sidecar.policy.choices import Background, Unsized
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
-from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant import Account, Tenant
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask, Pool
 from sidecar.scheduling.tickets import TicketGain
@@ -161,7 +161,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
-        is_counted = tenant.limits.are_counted
+        accounts = (Account(tenant.name, tenant.limits),) if tenant.limits.are_counted else ()
         return Ask(
             tier=self.classification.level,
             tenant=tenant.name,
@@ -170,8 +170,8 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
             requests=self.requests,
             request=self,
             attempt=_attempt(self.headers),
-            limits=tenant.limits if is_counted else None,
-            downgrade=tenant.downgrade_level if is_counted else None,
+            accounts=accounts,
+            downgrade=tenant.downgrade_level if accounts else None,
             prompt=0 if hits is None else min(self.prompt_tokens, most),
             hits=hits or (),
             most=most,

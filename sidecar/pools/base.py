@@ -11,7 +11,7 @@ import msgspec
 
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
 from sidecar.events import Placed
-from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant import Account
 from sidecar.scheduling.tickets import ScheduledLease as Held
 from sidecar.scheduling.tickets import Ticket, TicketGain
 
@@ -37,8 +37,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
 
     The hash of `request` is equal when a client sends the same request again, and almost never for another one.
     `attempt` is the client's own count of how often it has sent it before, None where it does not say.
-    `limits` are its tenant's, None where nothing of it is counted. A request over them falls to the level `downgrade`,
-    or is refused where that is None.
+    It is charged to its `accounts`, to all or to none: its tenant's, and those beside it. A request over the limits of
+    one falls to the level `downgrade`, or is refused where that is None.
 
     `most` are the tokens that the request may use in all, 0 for as many as `tokens`. The size limit of its tier and its
     tenant's limits count them; everything else counts `tokens`.
@@ -57,7 +57,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     requests: int
     request: Hashable = 0
     attempt: int | None = None
-    limits: Limits | None = None
+    accounts: Sequence[Account] = ()
     downgrade: int | None = None
     prompt: int = 0
     hits: tuple[tuple[str, int], ...] = ()

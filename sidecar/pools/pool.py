@@ -14,7 +14,6 @@ from sidecar.policy.choices import StoreLoss
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.policy.tenant import Limits
 from sidecar.pools.alarm import Alarm
 from sidecar.pools.base import Ask, Clock, Lease, WaitOutcome, monotonic_us
 from sidecar.pools.calls import Cap, Drain, EngineView, Reply, WakeUp
@@ -273,7 +272,7 @@ class Pool(ReportedPool):
             raise refused
         now_us, number = self.now_us(), next(self._ids)
         lease = Lease(self, number, ask, now_us, new_ticket(ask, number, now_us), ask.tokens)
-        if is_shared or ask.limits is not None or not self._enters(lease, now_us):
+        if is_shared or ask.accounts or not self._enters(lease, now_us):
             await self._enter(lease, now_us)
         self._requests.places.keep_promise(lease.ask)
         return lease
@@ -291,8 +290,8 @@ class Pool(ReportedPool):
     async def _enter(self, lease: Lease, now_us: int) -> None:
         """Returns when the ledger has looked at a new request, or cannot for now. Raises its refusal."""
         ask = lease.ask
-        if ask.limits is not None:
-            self._ask_within(ask.limits, lease, now_us)
+        if ask.accounts:
+            self._ask_within(lease, now_us)
             await self._looked_at(lease)
             if lease.ask is not ask:
                 await self._enter(lease, self.now_us())  # its tenant is over its limits
@@ -334,8 +333,8 @@ class Pool(ReportedPool):
             elif most != 0:
                 self._take_place(lease)
 
-    def _ask_within(self, limits: Limits, lease: Lease, now_us: int) -> None:
-        """Asks the ledger about a request within its tenant's limits, by the call that shows the request."""
+    def _ask_within(self, lease: Lease, now_us: int) -> None:
+        """Asks the ledger about a request within its accounts' limits, by the call that shows the request."""
         ask = lease.ask
         lease.enters()
         self._requests.came(lease, self._member.mode)
@@ -345,7 +344,7 @@ class Pool(ReportedPool):
         except QueueFull as full:
             lease.full = full  # a tenant over its limits gets those first
         has_place = lease.full is None
-        asked = metered(lease.id, ask.tenant, ask.charged_tokens, limits, charges=has_place)
+        asked = [metered(lease.id, account, ask.charged_tokens, charges=has_place) for account in ask.accounts]
         self._unjudged[lease.id] = lease
         self._member.meter.ask(asked, lease.ticket if has_place else None, now_us)
         self._run(now_us)
@@ -380,7 +379,7 @@ class Pool(ReportedPool):
         The owner resolves `outcome` with how the request had waited.
         """
         now_us, member, grant = self.now_us(), self._member, None
-        if lease.ask.limits is not None:
+        if lease.ask.accounts:
             is_held, used = (True, used_tokens) if lease.grant is not None else (False, 0)
             is_counted = lease.is_counted and (is_held or self._paused is None)
             member.meter.settle(lease.id, used, now_us, is_counted=is_counted, was_held=is_held)

@@ -12,7 +12,7 @@ from sidecar.errors import RemainingLimits
 from sidecar.events import Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant import Account, AccountLimits
 from sidecar.pools.base import Ask, Clock, Grant, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.engine_reports import engine_figures, engine_obstacle, engine_state
 from sidecar.pools.engine_size import EngineSize
@@ -191,14 +191,15 @@ class ReportedPool:
         queues = self._requests.queues()
         return rules, [TierUsage(*amount[:2], *waiting) for amount, waiting in zip(held, queues, strict=True)]
 
-    async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
+    async def allowance(self, tenant: str, limits: AccountLimits) -> RemainingLimits | None:
         """Rest of a tenant's limits, in all processes that share the pool. None where that is not known now."""
         self._run()
         if self._member.mode is not MemberMode.SHARED:
             return None
         number = next(self._ids)
         judged = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._member.meter.ask(metered(number, tenant, 0, limits, charges=False), None, self.now_us())
+        asked = metered(number, Account(tenant, limits), 0, charges=False)
+        self._member.meter.ask([asked], None, self.now_us())
         self._run()
         try:
             verdict = await judged
