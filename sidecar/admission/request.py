@@ -40,7 +40,7 @@ from sidecar.admission.forwarding import (
 from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY
 from sidecar.admission.intake import RequestIntake, SizedRequest, counted, is_upload, sized_for
 from sidecar.admission.pending_aborts import Held
-from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
+from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id
 from sidecar.admission.turn import EndCause, Stage, Turn, TurnEnded, TurnUser, refusal_for
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
@@ -230,7 +230,7 @@ class RequestHandler(TurnUser):
     def entered(self, lease: Lease | None) -> None:
         """See `TurnUser`."""
         request, snapshot = self._turn.request, self._snapshot
-        self._request, self._intake.classification = request, request.classification
+        self.rose(request)
         at_us = self._now_us() if lease is None else lease.entered_us
         if snapshot.objectives:
             self._reporter.gain = self._controller.gain.follow(request, snapshot, at_us)
@@ -240,6 +240,10 @@ class RequestHandler(TurnUser):
         self._lease, self.stage = lease, Stage.WAITING
         if snapshot.are_preemptible[request.classification.level] and request.may_be_repeated:
             lease.on_preempt = self._preempt
+
+    def rose(self, request: SizedRequest) -> None:
+        """See `TurnUser`."""
+        self._request, self._intake.classification = request, request.classification
 
     def disconnect(self) -> asyncio.Future[Any]:
         """See `TurnUser`."""
@@ -380,18 +384,13 @@ class RequestHandler(TurnUser):
                 await self._refuse(error, None)
         elif status is None:
             self._call.error, self._overdue = error, None
-            await self._send_error(error)
+            assert self._answer is not None
+            await self._answer.send_error(error, self._endpoint.api)
         else:
             self._settle(Outcome.FAILED, error.code)
             streams = self._request.payload.stream and status < 400
             assert self._answer is not None
             await break_off(self._client, error, self._endpoint.api, self._answer.usage, streams=streams)
-
-    async def _send_error(self, error: AdmissionError) -> None:
-        """Answers in the engine's place, as if it had."""
-        assert self._answer is not None
-        self._answer.is_dropped = False
-        await send_error(self._answer.send, error, anthropic=self._endpoint.api is Api.MESSAGES)
 
     async def _leaves(self, route: EngineRoute) -> bool:
         """True if a request that got nothing of an answer waits for another engine. Else it gets the error."""
@@ -401,7 +400,8 @@ class RequestHandler(TurnUser):
             return self.stage is Stage.RUNNING
         self._call.is_handed_back, error = False, self._call.error
         assert error is not None
-        await self._send_error(error)
+        assert self._answer is not None
+        await self._answer.send_error(error, self._endpoint.api)
         return False
 
     def _scope_for_app(self, forward: Forward, granted: Granted, answer: Answer) -> Scope:

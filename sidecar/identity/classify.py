@@ -113,7 +113,8 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     """A request's tenant and level.
 
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
-    tenant's limits, where the request is over them. `ignored` lists the client's priority fields and headers that did
+    tenant's limits, where the request is over them, `risen_from` the level that a request with a deadline had before it
+    rose. `ignored` lists the client's priority fields and headers that did
     not count, as a client writes them, and where a key is that was not read.
     """
 
@@ -123,10 +124,16 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     clamped_from: int | None
     ignored: tuple[str, ...]
     downgraded_from: int | None = None
+    risen_from: int | None = None
 
     def charged(self, level: int) -> Classification:
         """With the level that the pool charges, or whose queue is full."""
         return msgspec.structs.replace(self, level=level, downgraded_from=self.level)
+
+    def risen(self, level: int) -> Classification:
+        """With the better level that it rose to, as its deadline came near."""
+        before = self.level if self.risen_from is None else self.risen_from
+        return msgspec.structs.replace(self, level=level, risen_from=before)
 
     def ignoring(self, more: Iterable[str]) -> Classification:
         """With more that did not count."""
