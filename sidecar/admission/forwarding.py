@@ -21,7 +21,7 @@ would have the engine.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Container, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
@@ -30,7 +30,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, with_write
-from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest, is_upload
+from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest
 from sidecar.admission.model_names import with_model
 from sidecar.admission.request_path import guarded_endpoint, path_for_app
 from sidecar.admission.responses import REQUEST_ID
@@ -41,17 +41,28 @@ from sidecar.engines.base import Engine, Forward
 from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
 from sidecar.identity.classify import TenantClaims, named_by_app
+from sidecar.identity.service_tiers import granted_name, is_read
 from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant
 
+if TYPE_CHECKING:
+    from sidecar.admission.answer_edits import Edit
+
 _CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS
 """The APIs whose streams have to be asked; those of the others always say their usage. An enumeration's attribute costs
 as much as a call."""
 _NOT_ASKED = (None, False, "false", "0", "no", "off", "n", "f")
 """Values of `include_usage` that do not ask, as engines read them (pydantic)."""
+_SERVICE_TIER = "service_tier"
+_SERVICE_TIER_IN = {
+    Api.CHAT: ((_SERVICE_TIER,), (_SERVICE_TIER,), "choices"),
+    Api.RESPONSES: ((_SERVICE_TIER,), ("response", _SERVICE_TIER), "output"),
+    Api.MESSAGES: (("usage", _SERVICE_TIER), ("message", "usage", _SERVICE_TIER), "input_tokens"),
+}
+"""Where an API says the tier that was granted: in a whole answer, in a stream's events, and beside which member."""
 
 
 class _Options(msgspec.Struct):
@@ -93,42 +104,43 @@ def _asking_options(written: bytes | None, engine: Engine) -> bytes | None:
     return options
 
 
-def open_answer(
-    client: ClientChannel, request: SizedRequest, engine: Engine | None, usage: UsageReader
-) -> bytes | None:
-    """Readies the client's channel for the answer. Returns the `stream_options` of `ask_for_usage`."""
-    if request.engine_model is not None and request.payload.model is not None:
-        from sidecar.admission.model_bodies import model_edits
-
-        client.edit(model_edits(request.payload.model))
-    options = ask_for_usage(request, engine, usage) if engine is None or request.payload.stream else None
-    if options is not None:
-        client.hide_usage()
-    return options
+def body_for_app(request: SizedRequest, policy: Policy, forward: Forward, stream_options: bytes | None) -> bytes:
+    """The body for the app, which gets the priority by `forward`. See also `forwarded_body`."""
+    payload, tiers = request.payload, policy.service_tiers
+    body = forwarded_body(_capped_body(request), payload, forward, stream_options)
+    if payload.service_tier is not None and tiers and is_read(tiers, payload.service_tier):
+        body = remove(body, (_SERVICE_TIER,))
+    return body if request.engine_model is None else with_model(body, request.engine_model)
 
 
-def request_for_app(
-    request: SizedRequest,
-    endpoint: Endpoint,
-    scope: Scope,
-    pairs: Headers,
-    *,
-    forward: Forward,
-    added: Headers,
-    stream_options: bytes | None,
-) -> tuple[Scope, bytes]:
-    """The scope and the body for the app, which gets the priority by `forward`.
-
-    `pairs` are the client's headers as they came, `added` those that replace them. See also `forwarded_body`.
-    """
-    body = forwarded_body(_capped_body(request), request.payload, forward, stream_options)
-    if request.engine_model is not None:
-        body = with_model(body, request.engine_model)
+def scope_for_app(  # noqa: PLR0917  # names at the call would cost as much as the rest
+    request: SizedRequest, endpoint: Endpoint, scope: Scope, pairs: Headers, added: Headers, body: bytes
+) -> Scope:
+    """The scope for the app. `pairs` are the client's headers as they came, `added` those that replace them."""
     if b"content-length" in request.headers and (
         body is not request.payload.body or CONTENT_ENCODING in request.stripped
     ):
         added = (*added, (b"content-length", b"%d" % len(body)))
-    return forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.stripped, added)), body
+    return forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.stripped, added))
+
+
+def answer_edits(request: SizedRequest, policy: Policy) -> Sequence[Edit]:
+    """Edits by which an answer has the client's own name of the model, and the `service_tier` that a client who asked
+    for one has got, in its API's own member.
+    """
+    api, asked = request.api, request.payload.service_tier
+    named: Sequence[Edit] = ()
+    if request.engine_model is not None:
+        from sidecar.admission.model_bodies import model_edits
+
+        named = model_edits(request.payload.model or "")
+    if asked is None or not policy.service_tiers or asked == b"null" or api not in _SERVICE_TIER_IN:
+        return named
+    from sidecar.admission.answer_edits import Edit
+
+    whole, streamed, beside = _SERVICE_TIER_IN[api]
+    name = granted_name(policy.service_tiers, api, request.classification.level, asked)
+    return (*named, Edit(streamed if request.payload.stream else whole, b'"%b"' % name.encode(), beside))
 
 
 def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:
@@ -231,14 +243,12 @@ def show_outside(written: Scope | None, scope: Scope, *, is_shown: bool = False)
 def call_app(
     controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
 ) -> Awaitable[None]:
-    """Calls the app with the scope `for_app`, which is `scope` itself or a copy. The request was not read for it."""
-    if (
-        controller.snapshot.names.renamed
-        and for_app.get("method") == "POST"
-        and not is_upload(dict(for_app["headers"]))
-    ):
+    """Calls the app with the scope `for_app`, which is `scope` itself or a copy."""
+    if controller.snapshot.names.renamed and for_app.get("method") == "POST":
         return _call_renamed(controller, scope, for_app, receive, send)
-    return _call(controller, scope, for_app, receive, send)
+    if for_app is scope or controller.is_proxied:  # around our own proxy there is no one
+        return controller.app(for_app, receive, send)
+    return _call_and_show(controller, scope, for_app, receive, send)
 
 
 async def _call_renamed(
@@ -247,16 +257,8 @@ async def _call_renamed(
     from sidecar.admission.model_bodies import renamed
 
     snapshot = controller.snapshot
-    for_app, receive, send = await renamed(snapshot.names, snapshot.policy.max_body_bytes, for_app, receive, send)
-    await _call(controller, scope, for_app, receive, send)
-
-
-def _call(
-    controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
-) -> Awaitable[None]:
-    if for_app is scope or controller.is_proxied:  # around our own proxy there is no one
-        return controller.app(for_app, receive, send)
-    return _call_and_show(controller, scope, for_app, receive, send)
+    renamed_for_app = await renamed(snapshot.names, snapshot.policy.max_body_bytes, for_app, receive, send)
+    await _call_and_show(controller, scope, *renamed_for_app)
 
 
 async def _call_and_show(

@@ -12,8 +12,10 @@ from contextlib import suppress
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from sidecar.admission.answer import without_files
 from sidecar.admission.answer_edits import AnswerEditor, Edit
 from sidecar.admission.handover import with_write
+from sidecar.admission.intake import is_upload
 from sidecar.admission.model_names import ModelNames, with_model
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
@@ -86,6 +88,8 @@ async def renamed(
     names: ModelNames, most_bytes: int, scope: Scope, receive: Receive, send: Send
 ) -> tuple[Scope, Receive, Send]:
     """The three of ASGI for an app, where the body's model has another name at the engine; else as they are."""
+    if is_upload(dict(scope["headers"])):
+        return scope, receive, send
     body = await read_for_model(scope["headers"], receive, most_bytes)
     engine_model = names.renamed.get(body.model)
     if engine_model is None or body.text is None or body.model is None:
@@ -94,7 +98,7 @@ async def renamed(
     replaced = {b"content-encoding", b"content-length", b"accept-encoding"}
     headers = [pair for pair in scope["headers"] if pair[0] not in replaced]
     headers += [(b"content-length", b"%d" % len(text)), (b"accept-encoding", b"identity")]
-    scope = {**scope, "headers": headers}
+    scope = {**scope, "headers": headers, "extensions": without_files(scope)}
     with_write(scope, None)  # the answer is edited
     editor = AnswerEditor(send, model_edits(body.model))
     return scope, _again([{"type": "http.request", "body": text, "more_body": False}], receive), editor.send
