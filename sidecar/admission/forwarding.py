@@ -133,7 +133,7 @@ def answer_edits(request: SizedRequest, policy: Policy) -> Sequence[Edit]:
     if request.engine_model is not None:
         from sidecar.admission.model_bodies import model_edits
 
-        named = model_edits(request.payload.model or "")
+        named = model_edits(request.payload.model or "", request.engine_model)
     if asked is None or not policy.service_tiers or asked == b"null" or api not in _SERVICE_TIER_IN:
         return named
     from sidecar.admission.answer_edits import Edit

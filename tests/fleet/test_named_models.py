@@ -28,12 +28,13 @@ POLICY = """\
 engine: vllm
 mode: {mode}
 {engines}
-aliases: {{gpt-4o: {{as: llama-70b}}, claude-x: {{as: my-lora}}}}
+aliases: {{gpt-4o: {{as: llama-70b}}, claude-x: {{as: my-lora}}{more}}}
 tiers: {{normal: {{}}}}
 sources: [header, endpoint, key]
 anonymous: deny
 tenants: tenants/*.yaml
 """
+GONE = ", gone-x: {as: gone}"
 ONE, TWO, MODELS, MOUNTED = "one engine", "two engines", "a pool for each model", "mounted"
 LONG = pytest.mark.long
 
@@ -72,7 +73,9 @@ class Stack:
 
 def write(folder: Path, engines: str, mode: str = "enforce") -> Path:
     """The policy."""
-    (folder / "policy.yaml").write_text(POLICY.format(mode=mode, engines=engines))
+    (folder / "policy.yaml").write_text(
+        POLICY.format(mode=mode, engines=engines, more="" if "models:" in engines else GONE)
+    )
     (folder / "tenants").mkdir(exist_ok=True)
     for number, (key, models) in enumerate(TENANTS.items()):
         digest = hashlib.sha256(key.encode()).hexdigest()
@@ -262,6 +265,15 @@ async def test_a_compressed_body_is_renamed(each_way: Stack) -> None:
         status, _, answer = await each_way.send("POST", path, ALIAS_ONLY, packed, **{"content-encoding": "gzip"})
         assert status == 200, answer
     assert each_way.asked() == ["llama-70b", "llama-70b"]
+
+
+async def test_an_alias_of_a_model_that_is_not_there_is_the_engines_404_in_the_clients_words(one: Stack) -> None:
+    status, answer = await one.chat("gone-x", LLAMA_ONLY)
+    assert (status, answer["error"]["message"]) == (404, "The model `gone-x` does not exist.")
+    assert one.asked() == ["gone"]
+    status, _, body = await one.send("POST", "/tokenize", LLAMA_ONLY, b'{"model": "gone-x"}')
+    assert (status, json.loads(body)["error"]["message"]) == (404, "The model `gone-x` does not exist.")
+    assert b"gone" not in (await one.send("GET", "/v1/models", ALL))[2]
 
 
 async def test_a_body_that_names_an_alias_twice_reaches_the_engine_with_one_name(one: Stack) -> None:
