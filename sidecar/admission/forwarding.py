@@ -31,6 +31,7 @@ from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, with_write
 from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest
+from sidecar.admission.model_names import with_model
 from sidecar.admission.request_path import guarded_endpoint, path_for_app
 from sidecar.admission.responses import REQUEST_ID
 from sidecar.admission.usage import UsageReader
@@ -109,7 +110,7 @@ def body_for_app(request: SizedRequest, policy: Policy, forward: Forward, stream
     body = forwarded_body(_capped_body(request), payload, forward, stream_options)
     if payload.service_tier is not None and tiers and is_read(tiers, payload.service_tier):
         body = remove(body, (_SERVICE_TIER,))
-    return body
+    return body if request.engine_model is None else with_model(body, request.engine_model)
 
 
 def scope_for_app(  # noqa: PLR0917  # names at the call would cost as much as the rest
@@ -124,15 +125,22 @@ def scope_for_app(  # noqa: PLR0917  # names at the call would cost as much as t
 
 
 def answer_edits(request: SizedRequest, policy: Policy) -> Sequence[Edit]:
-    """Edits by which the answer to a client that sent a `service_tier` says which it got, in its API's own member."""
+    """Edits by which an answer has the client's own name of the model, and the `service_tier` that a client who asked
+    for one has got, in its API's own member.
+    """
     api, asked = request.api, request.payload.service_tier
+    named: Sequence[Edit] = ()
+    if request.engine_model is not None:
+        from sidecar.admission.model_bodies import model_edits
+
+        named = model_edits(request.payload.model or "")
     if asked is None or not policy.service_tiers or asked == b"null" or api not in _SERVICE_TIER_IN:
-        return ()
+        return named
     from sidecar.admission.answer_edits import Edit
 
     whole, streamed, beside = _SERVICE_TIER_IN[api]
     name = granted_name(policy.service_tiers, api, request.classification.level, asked)
-    return (Edit(streamed if request.payload.stream else whole, b'"%b"' % name.encode(), beside),)
+    return (*named, Edit(streamed if request.payload.stream else whole, b'"%b"' % name.encode(), beside))
 
 
 def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:
@@ -236,9 +244,21 @@ def call_app(
     controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
 ) -> Awaitable[None]:
     """Calls the app with the scope `for_app`, which is `scope` itself or a copy."""
+    if controller.snapshot.names.renamed and for_app.get("method") == "POST":
+        return _call_renamed(controller, scope, for_app, receive, send)
     if for_app is scope or controller.is_proxied:  # around our own proxy there is no one
         return controller.app(for_app, receive, send)
     return _call_and_show(controller, scope, for_app, receive, send)
+
+
+async def _call_renamed(
+    controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
+) -> None:
+    from sidecar.admission.model_bodies import renamed
+
+    snapshot = controller.snapshot
+    renamed_for_app = await renamed(snapshot.names, snapshot.policy.max_body_bytes, for_app, receive, send)
+    await _call_and_show(controller, scope, *renamed_for_app)
 
 
 async def _call_and_show(

@@ -90,7 +90,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     client loosens it, None where its gain is not measured. `gain` are its figures where the pool orders by gain. `path`
     is the endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool
     of one engine. The body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again:
-    `Ask.request`.
+    `Ask.request`. `engine_model` is the model's name at the engine, where that is another.
     """
 
     headers: Mapping[bytes, bytes]
@@ -111,6 +111,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     objective: Objective | None = None
     gain: TicketGain | None = None
     is_unread: bool = False
+    engine_model: str | None = None
     deadline_us: int | None = None
 
     def __hash__(self) -> int:
@@ -339,6 +340,8 @@ class RequestIntake(msgspec.Struct, eq=False):
         if self.trace is not None:
             self.trace(asked, tenant)
         self.classification = classification = snapshot.classifier.classify(asked, tenant)
+        if tenant.models is not None:
+            snapshot.names.refuse_others(tenant, payload.model, None if is_unread else payload.body)
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
             refuse_what_is_too_much(payload, policy)
@@ -353,16 +356,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             classification = classification.ignoring(self._unread_keys)
             if not policy.forward_key:
                 stripped = (*stripped, *(place.encode() for place in self._unread_keys))
-        objective = snapshot.objectives[classification.level] if snapshot.objectives else None
-        if objective is not None and not headers.keys().isdisjoint(SLO_HEADERS):
-            objective, ignored = asked_slo(headers, objective)
-            classification = classification.ignoring(ignored)
-        deadline_us = asked_us = self._deadline_us
-        if asked_us is not None:
-            deadline_us = latest_deadline_us(policy, classification.level, asked_us, self._received_us)
-            if deadline_us != asked_us:
-                classification = classification.ignoring((DEADLINE_HEADER.decode(),))
-            objective = None  # it waits for as long as it may: that is no miss of its tier's `slo`
+        classification, objective, deadline_us = self._promised(classification)
         self.classification = classification
         added = snapshot.credentials.added
         return SizedRequest(
@@ -381,8 +375,24 @@ class RequestIntake(msgspec.Struct, eq=False):
             max_wait_s=_asked_wait_s(headers),
             objective=objective,
             is_unread=is_unread,
+            engine_model=snapshot.names.renamed.get(payload.model),
             deadline_us=deadline_us,
         )
+
+    def _promised(self, classification: Classification) -> tuple[Classification, Objective | None, int | None]:
+        """The request's objective and deadline, as far as its client may change them; what did not count is noted."""
+        snapshot, headers = self._snapshot, self._headers
+        objective = snapshot.objectives[classification.level] if snapshot.objectives else None
+        if objective is not None and not headers.keys().isdisjoint(SLO_HEADERS):
+            objective, ignored = asked_slo(headers, objective)
+            classification = classification.ignoring(ignored)
+        deadline_us = asked_us = self._deadline_us
+        if asked_us is not None:
+            deadline_us = latest_deadline_us(snapshot.policy, classification.level, asked_us, self._received_us)
+            if deadline_us != asked_us:
+                classification = classification.ignoring((DEADLINE_HEADER.decode(),))
+            objective = None  # it waits for as long as it may: that is no miss of its tier's `slo`
+        return classification, objective, deadline_us
 
 
 async def counted(request: SizedRequest, snapshot: PolicySnapshot) -> SizedRequest:
