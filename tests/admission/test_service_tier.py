@@ -17,7 +17,7 @@ from sidecar.apis import Api
 from sidecar.cli import main
 from sidecar.composition.serving import new_proxy
 from sidecar.engines import ENGINES
-from sidecar.identity.service_tiers import granted_name
+from sidecar.identity.service_tiers import ServiceTiers
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.server.http_protocol import BoundedHttpProtocol
@@ -256,7 +256,7 @@ async def test_a_downgraded_request_says_what_it_is_charged_as() -> None:
 )
 def test_a_granted_tier_has_a_name_of_its_api(api: Api, level: int, asked: str, name: str) -> None:
     tiers = (("priority", 1), ("fast", 1), ("auto", 2), ("standard_only", 2), ("default", 2), ("flex", 4), ("batch", 4))
-    assert granted_name(tiers, api, level, json.dumps(asked).encode()) == name
+    assert ServiceTiers(tiers).granted_name(api, level, json.dumps(asked).encode()) == name
 
 
 # On the way back
