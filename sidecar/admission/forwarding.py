@@ -125,8 +125,9 @@ def request_for_app(
     `pairs` are the client's headers as they came, `added` those that replace them. See also `forwarded_body`.
     """
     payload, tiers, engine = request.payload, snapshot.classifier.service_tiers, snapshot.asks_usage_of
-    if request.engine_model is not None or (tiers is not None and payload.service_tier is not None):
-        client.edit(_answer_edits(request, tiers))
+    is_asked = tiers is not None and payload.service_tier is not None
+    if (request.engine_model is not None or is_asked) and (edits := _answer_edits(request, tiers)):
+        client.edit(edits)
     options = ask_for_usage(request, engine, answer.usage) if engine is None or payload.stream else None
     if options is not None:
         client.hide_usage()

@@ -284,6 +284,8 @@ async def test_what_is_no_answer_of_the_api_passes_as_it_is() -> None:
     async with guarding(App(answer=b'{"choices":[]}'), tiered()) as guarded:
         answer = await guarded.ask({"prompt": "hi", "service_tier": "flex"}, key("acme"), path="/v1/completions")
         assert answer.body == b'{"choices":[]}'  # the API has no such member
+        unasked = await guarded.ask(chat(service_tier=None), key("acme"))
+        assert unasked.body == answer.body
         refused = await guarded.ask(chat(service_tier="flex", messages=[]), key("acme"))
         assert refused.is_error(400, "invalid_body")
 
@@ -303,6 +305,14 @@ async def test_an_answer_that_breaks_off_is_not_shown_as_a_whole_one() -> None:
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"choices" not in answer
     assert not answer.endswith(b"0\r\n\r\n")
+
+
+async def test_a_renamed_model_and_the_tier_are_said_in_one_answer() -> None:
+    app = App(answer=b'{"id": "1", "model": "llama", "choices": [], "service_tier": null}')
+    async with guarding(app, tiered("aliases: {gpt: {as: llama}}\n")) as guarded:
+        answer = await guarded.ask(chat(model="gpt", service_tier="flex"), key("acme"))
+    assert answer.body == b'{"id":"1","model":"gpt","choices":[],"service_tier":"flex"}'
+    assert app.seen[0].json == chat(model="llama")
 
 
 async def test_observed_requests_and_answers_pass_unchanged() -> None:
