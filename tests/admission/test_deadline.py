@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import json
 import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta, timezone
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -15,14 +18,17 @@ from sidecar.admission.deadline import asked_deadline_us
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.turn import Turn, TurnEnded, TurnUser
 from sidecar.errors import AdmissionError, InvalidHeader
+from sidecar.events import Risen
 from sidecar.leases.lease_request import LeaseRequest
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.pools.waits import RECENT_US
+from sidecar.telemetry.request_record import RequestRecord
 from tests.support.each import each
-from tests.support.middleware import policy
+from tests.support.middleware import App, Guarded, guarding, key, policy
 from tests.support.virtual_time import run_virtually, virtual_now_us
 
+pytestmark = pytest.mark.anyio
 BATCH, NORMAL, HIGH, CRITICAL = 3, 2, 1, 0
 KEYS = {"requests": "1", "max_wait": "24h", "deadline": ", max_wait: 10m, max_deadline: 24h"}
 DEFERRED = policy(**KEYS)
@@ -303,3 +309,111 @@ async def test_one_that_waits_again_still_has_its_deadline_and_is_not_charged_tw
         # Fourteen hours remained: half of them, and then half of the rest.
         assert deferred.rises == [(9 * HOUR_S, NORMAL), (12.5 * HOUR_S, HIGH), (14.25 * HOUR_S, CRITICAL)]
         assert deferred.turn.lease.ticket.has_returned
+
+
+# -- over HTTP
+
+
+PRIORITY = ("x-priority: batch", key("acme"))
+CHAT_ANSWER = {
+    "id": "1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "hello"}}],
+}
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+def deferred(deadline: str) -> dict[str, str]:
+    return {"x-priority": "batch", "x-admission-deadline": deadline}
+
+
+def openai_client(openai: ModuleType, guarded: Guarded) -> Any:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{guarded.port}/v1", api_key="sk-acme")
+
+
+async def test_an_openai_client_waits_until_its_deadline_and_gets_a_504_that_it_does_not_repeat(
+    openai: ModuleType,
+) -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy("keep_alive: 20ms\n", **KEYS)) as guarded, openai_client(openai, guarded) as client:
+        holder = asyncio.ensure_future(guarded.ask())
+        await guarded.until(leases=1)
+        create = client.chat.completions.create
+        with pytest.raises(openai.InternalServerError) as whole:
+            await create(model="m", messages=MESSAGES, extra_headers=deferred("2s"))
+        assert (whole.value.status_code, whole.value.code) == (504, "deadline")
+        assert "no room came free for tier high before the deadline of the request" in whole.value.message
+        stream = await create(model="m", messages=MESSAGES, extra_headers=deferred("300ms"), stream=True)
+        with pytest.raises(openai.APIError) as streamed:
+            _ = [event async for event in stream]
+        assert streamed.value.code == "deadline"
+        with pytest.raises(openai.InternalServerError) as late:
+            await create(model="m", messages=MESSAGES, extra_headers=deferred("2026-01-31T06:00:00Z"))
+        assert (late.value.status_code, late.value.code) == (504, "deadline")
+        app.release()
+        await holder
+    stories = guarded.recorder.stories
+    assert len(stories) == 4  # none was repeated
+    assert [event.tier for event in stories[1].events if isinstance(event, Risen)] == ["normal", "high"]
+    record = RequestRecord.of(stories[1].received, None)
+    for event in stories[1].events:
+        record.add(event)
+    assert record.classified is not None
+    assert (record.tier, record.classified.risen_from, record.classified.is_deferred) == ("high", "batch", True)
+
+
+async def test_an_openai_client_that_is_deferred_gets_its_answer_whole_or_streamed(openai: ModuleType) -> None:
+    app = App(is_held=True, answer=json.dumps(CHAT_ANSWER).encode())
+    async with guarding(app, policy("keep_alive: 20ms\n", **KEYS)) as guarded, openai_client(openai, guarded) as client:
+        for streams in (False, True):
+            holder = asyncio.ensure_future(guarded.ask())
+            await guarded.until(leases=1)
+            create, headers = client.chat.completions.with_raw_response.create, deferred("9999-12-31T23:59:59Z")
+            asked = asyncio.ensure_future(create(model="m", messages=MESSAGES, extra_headers=headers, stream=streams))
+            await guarded.until(waiting=1)
+            app.release(2)
+            answer = await asked
+            await holder
+            assert answer.headers["x-admission-tier"] == "batch"
+            assert answer.headers["x-admission-ignored"] == "x-admission-deadline"  # that of the tier is earlier
+            assert "x-admission-risen-from" not in answer.headers
+            if streams:
+                _ = [event async for event in answer.parse()]
+            else:
+                assert answer.parse().choices[0].message.content == "hello"
+
+
+@pytest.mark.long
+async def test_an_anthropic_client_defers_alike(anthropic: ModuleType) -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy(**KEYS)) as guarded:
+        holder = asyncio.ensure_future(guarded.ask())
+        await guarded.until(leases=1)
+        async with anthropic.AsyncAnthropic(
+            base_url=f"http://127.0.0.1:{guarded.port}", api_key="sk-nightly"
+        ) as client:
+            with pytest.raises(anthropic.APIStatusError) as late:
+                await client.messages.create(
+                    model="m", messages=MESSAGES, max_tokens=5, extra_headers={"x-admission-deadline": "100ms"}
+                )
+        assert (late.value.status_code, late.value.body["error"]["code"]) == (504, "deadline")  # type: ignore[index]
+        app.release()
+        await holder
+    assert guarded.recorder.ends == ["completed", "deadline"]
+
+
+async def test_a_header_that_says_two_things_or_a_tier_that_takes_none_is_a_400() -> None:
+    async with guarding(App(), DEFERRED) as guarded:
+        twice = "x-admission-deadline: 6h\r\nx-admission-deadline: 7h"
+        assert (await guarded.ask(None, *PRIORITY, twice)).is_error(400, "invalid_header", "given twice")
+        none = await guarded.ask(None, "x-admission-deadline: 6h")
+        assert none.is_error(
+            400, "invalid_header", "tier normal takes no request with a deadline; ask for one of batch"
+        )
+        assert (await guarded.ask(None, *PRIORITY, "x-admission-deadline: soon")).is_error(400, "invalid_header")
+        assert (await guarded.ask(None, *PRIORITY, "x-admission-deadline: 6h")).status == 200
+    async with guarding(App()) as guarded:
+        none = await guarded.ask(None, *PRIORITY, "x-admission-deadline: 6h")
+        assert none.is_error(400, "invalid_header", "as none has `queue: {max_deadline: ...}`")
