@@ -360,6 +360,7 @@ def _who(tenant: Found) -> list[str]:
 
 def _which(found: Found) -> list[str]:
     lines, settled = [], False
+    width = max(9, *(len(source["source"]) for source in found["sources"]))
     for source in found["sources"]:
         line = _source_line(source)
         if settled:
@@ -367,7 +368,7 @@ def _which(found: Found) -> list[str]:
         elif source["wins"]:
             line += "   <- wins"
         settled = settled or source["wins"] or source["refused"]
-        lines.append(f"   {source['source']:<9} {line}")
+        lines.append(f"   {source['source']:<{width}} {line}")
     if "tier" not in found:
         return lines
     if found["source"] == "default":
@@ -384,9 +385,9 @@ def _which(found: Found) -> list[str]:
 def _source_line(source: Found) -> str:
     if source["refused"]:
         return f"{source['statement']}: {source['value']}, which is no tier"
-    if source["tier"] is None:
-        return "says nothing"
     statement = f"{source['statement']}: {source['value']}, " if source["statement"] else ""
+    if source["tier"] is None:
+        return f"{statement}which asks for no tier" if statement else "says nothing"
     return f"{statement}which means {source['tier']}" if statement else f"says {source['tier']}"
 
 

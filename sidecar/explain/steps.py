@@ -100,6 +100,7 @@ _SOURCES = {
     "endpoint": "its endpoint",
     "key": "its tenant",
     "engine": "the engine's own priority field",
+    "service_tier": "its body's service_tier",
     "default": "the policy's default",
 }
 
