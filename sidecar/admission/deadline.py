@@ -38,20 +38,13 @@ def asked_deadline_us(raw: bytes, now_us: int) -> int:
 
 
 def latest_deadline_us(policy: Policy, level: int, asked_us: int, arrived_us: int) -> int:
-    """The deadline that counts in a tier: at most as late as its `max_deadline` allows.
-
-    Raises InvalidHeader where the tier has none.
-    """
+    """The deadline that counts in a tier: at most as late as its `max_deadline`. Raises InvalidHeader without one."""
     if (most_s := policy.tiers[level].queue.max_deadline_s) is None:
-        raise InvalidHeader(f"{DEADLINE_HEADER.decode()}: {no_deadline(policy, level)}")
+        others = ", ".join(tier.name for tier in policy.tiers if tier.queue.max_deadline_s is not None)
+        asked = f"ask for one of {others}" if others else "no tier here does, as none has `queue: {max_deadline: ...}`"
+        tier = policy.tiers[level].name
+        raise InvalidHeader(f"{DEADLINE_HEADER.decode()}: tier {tier} takes no request with a deadline; {asked}")
     return min(asked_us, arrived_us + round(most_s * 1e6))
-
-
-def no_deadline(policy: Policy, level: int) -> str:
-    """Half a sentence: a tier takes no deadline, and which others do."""
-    others = ", ".join(tier.name for tier in policy.tiers if tier.queue.max_deadline_s is not None)
-    asked = f"ask for one of {others}" if others else "no tier here does, as none has `queue: {max_deadline: ...}`"
-    return f"tier {policy.tiers[level].name} takes no request with a deadline; {asked}"
 
 
 def _left_s(text: str) -> float:
@@ -78,10 +71,10 @@ class RisingWait:
     that could never admit it: it keeps its place, and looks again.
 
     Between two looks half of the time passes that remains before it would be due, so that a day's wait costs some 20.
-    `rose` is called after each rise. Call `stop` at the end of the wait.
+    `rose` is called after each rise, with its time. Call `stop` at the end of the wait.
     """
 
-    def __init__(self, pool: Pool, lease: Lease, deadline_us: int, best: int, rose: Callable[[], None]) -> None:
+    def __init__(self, pool: Pool, lease: Lease, deadline_us: int, best: int, rose: Callable[[int], None]) -> None:
         self._pool, self._lease = pool, lease
         self._deadline_us, self._best, self._rose = deadline_us, best, rose
         self._since_us = pool.now_us()
@@ -95,18 +88,15 @@ class RisingWait:
 
     def _look(self) -> None:
         pool, lease, now_us = self._pool, self._lease, self._pool.now_us()
-        left_us, pause_us = self._deadline_us - now_us, 0
+        left_us = self._deadline_us - now_us
         while lease.grant is None and left_us > 0 and lease.tier > self._best:
             pause_us = self._pause_us(now_us, left_us)
-            if not pause_us:
-                if pool.rise(lease, lease.tier - 1):
-                    self._since_us = now_us
-                    self._rose()
-                    continue
-                pause_us = left_us // 8
-            delay_s = max(LEAST_US, pause_us) / 1e6
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
-            return
+            if pause_us or not pool.rise(lease, lease.tier - 1):
+                pause_us = max(LEAST_US, pause_us or left_us // 8)
+                self._timer = asyncio.get_running_loop().call_later(pause_us / 1e6, self._look)
+                return
+            self._since_us = now_us
+            self._rose(now_us)
 
     def _pause_us(self, now_us: int, left_us: int) -> int:
         """The time until the next look; 0 where it is to rise now."""

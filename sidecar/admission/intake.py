@@ -148,16 +148,6 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
         """With the level that the pool charges, or whose queue is full."""
         return replace(self, classification=self.classification.charged(level))
 
-    def risen(self, level: int) -> SizedRequest:
-        """With the better level that it rose to."""
-        return replace(self, classification=self.classification.risen(level))
-
-    @property
-    def best_level(self) -> int:
-        """The best level that it may rise to: none above the one that it has where its tenant is over its limits."""
-        classification = self.classification
-        return classification.tenant.max_level if classification.downgraded_from is None else classification.level
-
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens

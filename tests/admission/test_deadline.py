@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta, timezone
@@ -13,23 +14,34 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sidecar.admission.deadline import asked_deadline_us
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.turn import Turn, TurnEnded, TurnUser
 from sidecar.errors import AdmissionError, InvalidHeader
 from sidecar.events import Risen
+from sidecar.explain.builder import ExplanationBuilder
+from sidecar.explain.steps import steps
 from sidecar.leases.lease_request import LeaseRequest
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
-from sidecar.pools.waits import RECENT_US
-from sidecar.telemetry.request_record import RequestRecord
+from sidecar.pools.pool_figures import RECENT_US
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.logs.request_log import AccessLog, RequestLog
+from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.each import each
-from tests.support.middleware import App, Guarded, guarding, key, policy
+from tests.support.middleware import SMALL, App, Caller, Guarded, TestedMiddleware, answer, guarding, key, policy
 from tests.support.virtual_time import run_virtually, virtual_now_us
+from tests.telemetry.measuring import Measuring
 
 pytestmark = pytest.mark.anyio
 BATCH, NORMAL, HIGH, CRITICAL = 3, 2, 1, 0
+TIERS = ("critical", "high", "normal", "batch")
 KEYS = {"requests": "1", "max_wait": "24h", "deadline": ", max_wait: 10m, max_deadline: 24h"}
 DEFERRED = policy(**KEYS)
 HOUR_S = 3600
@@ -311,6 +323,68 @@ async def test_one_that_waits_again_still_has_its_deadline_and_is_not_charged_tw
         assert deferred.turn.lease.ticket.has_returned
 
 
+# -- seen from outside, in virtual time
+
+
+class Engine:
+    """Answers after 150 seconds."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await asyncio.sleep(150)
+        await answer(send, b"{}")
+
+
+@virtually
+async def test_everything_that_listens_says_that_it_rose_and_no_figure_of_a_tiers_waits_counts_it() -> None:
+    journal, measuring, exporter = Journal(now_us=virtual_now_us), Measuring(), InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    logger = logging.Logger("test")  # no other test's handlers
+    lines = list[logging.LogRecord]()
+    logger.handle = lines.append  # type: ignore[method-assign]
+    tracer = RequestTracer(provider, starvation_limits_s=dict.fromkeys(TIERS, 1.0))
+    listeners = [journal, measuring.requests(), RequestLog(logger, access=AccessLog.ALL)]
+    pool = Pool(DEFERRED, virtual_now_us)
+    sidecar = TestedMiddleware(
+        Engine(), policy=DEFERRED, pool=pool, dialect=DEFERRED.engine(None), estimator=Estimator(),
+        observer=EventDispatcher(tracer, listeners),
+    )  # fmt: skip
+    holder, other = Caller(sidecar, SMALL).begin(), Caller(sidecar, SMALL).begin()
+    await asyncio.sleep(0)
+    headers = [(b"authorization", b"Bearer sk-acme"), (b"x-priority", b"batch"), (b"x-request-id", b"it")]
+    deferred = Caller(sidecar, SMALL, headers=[*headers, (b"x-admission-deadline", b"500s")])
+    asked = deferred.begin()
+    await asyncio.sleep(140)
+    assert [wait is None for wait in pool.oldest()] == [True, True, False, True]
+    await holder
+    await asyncio.sleep(120)  # the second runs until 300
+    assert [wait is None for wait in pool.oldest()] == [True] * 4
+    await asyncio.gather(asked, other)
+    await pool.close()
+
+    answered = dict(deferred.sent[0]["headers"])
+    assert [answered[b"x-admission-" + name] for name in (b"tier", b"risen-from", b"wait-ms")] == [
+        b"normal", b"batch", b"300000",
+    ]  # fmt: skip
+    story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("it")
+    assert story is not None
+    assert story.asked is not None
+    assert (story.asked.tier, story.asked.risen_from) == ("normal", "batch")
+    assert "it rose from batch, as its deadline came near" in " ".join(step.text for step in steps(story))
+    (span,) = (
+        span.attributes for span in exporter.get_finished_spans()
+        if span.name == "admission" and span.attributes and "admission.risen_from" in span.attributes
+    )  # fmt: skip
+    assert (span["admission.tier"], span["admission.risen_from"]) == ("normal", "batch")
+    assert "admission.starved_too_long" not in span
+    (line,) = (line for line in lines if getattr(line, "risen_from", None) is not None)
+    assert (line.tier, line.risen_from) == ("normal", "batch")  # type: ignore[attr-defined]
+    assert measuring.values("admission.risen") == {("default", "normal"): 1}
+    assert measuring.values("admission.admitted")["default", "normal"] == 3
+    assert measuring.sums("admission.queue_wait")["admitted", "default", "normal"] == (2, 150.0)
+
+
 # -- over HTTP
 
 
@@ -357,11 +431,6 @@ async def test_an_openai_client_waits_until_its_deadline_and_gets_a_504_that_it_
     stories = guarded.recorder.stories
     assert len(stories) == 4  # none was repeated
     assert [event.tier for event in stories[1].events if isinstance(event, Risen)] == ["normal", "high"]
-    record = RequestRecord.of(stories[1].received, None)
-    for event in stories[1].events:
-        record.add(event)
-    assert record.classified is not None
-    assert (record.tier, record.classified.risen_from, record.classified.is_deferred) == ("high", "batch", True)
 
 
 async def test_an_openai_client_that_is_deferred_gets_its_answer_whole_or_streamed(openai: ModuleType) -> None:
