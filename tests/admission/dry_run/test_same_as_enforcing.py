@@ -155,7 +155,7 @@ def alike(folder: Path, plan: list[Planned], **changes: str) -> tuple[list[Becam
     return enforced, recorder
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_requests_with_deadlines_would_rise_and_end_as_they_do(seed: int, tmp_path: Path) -> None:
     luck, planned = random.Random(seed), load(seed)
     for number, one in enumerate(planned):
