@@ -24,7 +24,7 @@ DEADLINE_HEADER = b"x-admission-deadline"
 LEAST_US = 100_000
 """The least time between two looks at a waiting request: thousands may be near their deadlines at once."""
 
-_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d(?::\d\d)?)(?:\.\d+)?([Zz]|[+-]\d\d:\d\d)?", re.ASCII)
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d(?::\d\d)?)(?:\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 _WRITE = "send a time with its zone such as 2027-01-31T06:00:00Z, or a duration such as 6h, of at most a year"
 
 
@@ -32,29 +32,25 @@ def asked_deadline_us(raw: bytes, now_us: int) -> int:
     """The deadline that a header's value states, by the clock of `now_us`. Raises InvalidHeader."""
     text = raw.decode("latin-1").strip()
     try:
-        return now_us + round(_left_s(text) * 1e6)
+        if (moment := _MOMENT.fullmatch(text)) is None:
+            left_s = float(duration_s(text))
+        else:
+            day, clock, zone = moment.groups()
+            left_s = seconds_until(datetime.fromisoformat(f"{day}T{clock}{'+00:00' if zone in 'Zz' else zone}"))
     except ValueError:
         raise InvalidHeader(f"{DEADLINE_HEADER.decode()}: {text[:40]!r} is no deadline; {_WRITE}") from None
+    return now_us + round(left_s * 1e6)
 
 
 def latest_deadline_us(policy: Policy, level: int, asked_us: int, arrived_us: int) -> int:
     """The deadline that counts in a tier: at most as late as its `max_deadline`. Raises InvalidHeader without one."""
     if (most_s := policy.tiers[level].queue.max_deadline_s) is None:
-        others = ", ".join(tier.name for tier in policy.tiers if tier.queue.max_deadline_s is not None)
-        asked = f"ask for one of {others}" if others else "no tier here does, as none has `queue: {max_deadline: ...}`"
-        tier = policy.tiers[level].name
-        raise InvalidHeader(f"{DEADLINE_HEADER.decode()}: tier {tier} takes no request with a deadline; {asked}")
+        those = ", ".join(tier.name for tier in policy.tiers if tier.queue.max_deadline_s is not None) or "none here"
+        tier = f"tier {policy.tiers[level].name} takes no request with a deadline"
+        raise InvalidHeader(
+            f"{DEADLINE_HEADER.decode()}: {tier}; those with `queue: {{max_deadline: ...}}` do: {those}"
+        )
     return min(asked_us, arrived_us + round(most_s * 1e6))
-
-
-def _left_s(text: str) -> float:
-    """The seconds from now to a deadline. Raises ValueError for what is none, has no zone, or is in no calendar."""
-    if (moment := _MOMENT.fullmatch(text)) is None:
-        return float(duration_s(text))
-    day, clock, zone = moment.groups()
-    if zone is None:
-        raise ValueError(text)
-    return seconds_until(datetime.fromisoformat(f"{day}T{clock}{'+00:00' if zone in 'Zz' else zone}"))
 
 
 def seconds_until(moment: datetime) -> float:
@@ -65,12 +61,11 @@ def seconds_until(moment: datetime) -> float:
 class RisingWait:
     """One wait of a request with a deadline: it looks now and then, and raises the request by a tier where that is due.
 
-    That is so where what remains is no longer than the wait in the request's present tier: the longest of those that
-    ended there lately, or what it has waited there itself. So each tier gets at most half of what remains, also where
-    nothing moves in it. It rises to the tier `best` at most. It is not raised to a tier that has no place for it, or
-    that could never admit it: it keeps its place, and looks again.
+    That is so where what remains is no longer than the wait in its present tier: the longest of those that ended there
+    lately, or what it has waited there itself. So each tier gets at most half of what remains, also if nothing moves.
+    It rises to the tier `best` at most, and stays where it is if the next has no place for it, or could never admit it.
+    Between two looks half of the time passes that remains before it is due: a day's wait costs some 20.
 
-    Between two looks half of the time passes that remains before it would be due, so that a day's wait costs some 20.
     `rose` is called after each rise, with its time. Call `stop` at the end of the wait.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from sidecar.errors import RemainingLimits
@@ -52,14 +52,11 @@ class ReportedPool:
     _has_names: bool
     _questions: dict[int, asyncio.Future[Judged | None]]
     _ids: count[int]
+    _run: Callable[[], None]
     _offers: Sequence[EngineOffer] = ()
     _paused: str | None = None
     _blocked_us = 0
     _blocked_since_us: int | None = None
-
-    def _run(self) -> None:
-        """Makes the calls to the ledger that are due."""
-        raise NotImplementedError
 
     def retry_after_s(self, tier: int) -> float:
         """Seconds after which a request of this tier may expect to be admitted, by how fast its queue drains."""

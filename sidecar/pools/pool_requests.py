@@ -116,8 +116,8 @@ class PoolRequests:
 
     def rises(self, lease: Lease, ask: Ask, now_us: int) -> None:
         """A waiting request leaves its place for one in the queue of the tier of `ask`. It waits on as before."""
-        has_returned, ticket = lease.ticket.has_returned, new_ticket(ask, lease.id, lease.entered_us)
-        ticket.has_returned = has_returned  # its tenant is not charged again
+        ticket = new_ticket(ask, lease.id, lease.entered_us)
+        ticket.has_returned = lease.ticket.has_returned  # then its tenant is not charged again
         self.stops_waiting(lease)
         self._waits.leaves_tier(lease)
         self.places.keep_promise(ask)

@@ -478,11 +478,9 @@ async def test_a_header_that_says_two_things_or_a_tier_that_takes_none_is_a_400(
         twice = "x-admission-deadline: 6h\r\nx-admission-deadline: 7h"
         assert (await guarded.ask(None, *PRIORITY, twice)).is_error(400, "invalid_header", "given twice")
         none = await guarded.ask(None, "x-admission-deadline: 6h")
-        assert none.is_error(
-            400, "invalid_header", "tier normal takes no request with a deadline; ask for one of batch"
-        )
+        assert none.is_error(400, "invalid_header", "tier normal takes no request with a deadline; ", "do: batch")
         assert (await guarded.ask(None, *PRIORITY, "x-admission-deadline: soon")).is_error(400, "invalid_header")
         assert (await guarded.ask(None, *PRIORITY, "x-admission-deadline: 6h")).status == 200
     async with guarding(App()) as guarded:
         none = await guarded.ask(None, *PRIORITY, "x-admission-deadline: 6h")
-        assert none.is_error(400, "invalid_header", "as none has `queue: {max_deadline: ...}`")
+        assert none.is_error(400, "invalid_header", "those with `queue: {max_deadline: ...}` do: none here")

@@ -176,7 +176,7 @@ class TestOnePool:
             ({"tokens": 1, "deadline": datetime(2027, 1, 31)}, "deadline: .* is no timedelta, and no datetime with a"),
             (
                 {"tokens": 1, "tier": "high", "deadline": timedelta(hours=1)},
-                "deadline: tier high takes no request with a deadline; ask for one of low",
+                "deadline: tier high takes no request with a deadline; those with `queue: {max_deadline: ...}` do: low",
             ),
             ({"tokens": 1, "model": 5}, "model: 5 is no name"),
             ({"tokens": 1, "tenant": ["acme"]}, r"tenant: the policy has no \['acme'\]"),
