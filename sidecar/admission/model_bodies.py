@@ -14,8 +14,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.answer import without_files
 from sidecar.admission.answer_edits import AnswerEditor, Edit
+from sidecar.admission.forwarding import forwarded_headers
 from sidecar.admission.handover import with_write
-from sidecar.admission.intake import is_upload
+from sidecar.admission.intake import CONTENT_ENCODING, NOT_PACKED, is_upload
 from sidecar.admission.model_names import ModelNames, with_model
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
@@ -96,9 +97,9 @@ async def renamed(
     if engine_model is None or body.text is None or body.model is None:
         return scope, body.receive, send
     text = with_model(body.text, engine_model)
-    replaced = {b"content-encoding", b"content-length", b"accept-encoding"}
-    headers = [pair for pair in scope["headers"] if pair[0] not in replaced]
-    headers += [(b"content-length", b"%d" % len(text)), (b"accept-encoding", b"identity")]
+    headers = forwarded_headers(
+        scope["headers"], (CONTENT_ENCODING, b"transfer-encoding"), (NOT_PACKED, (b"content-length", b"%d" % len(text)))
+    )
     scope = {**scope, "headers": headers, "extensions": without_files(scope)}
     with_write(scope, None)  # the answer is edited
     editor = AnswerEditor(send, model_edits(body.model, engine_model))
