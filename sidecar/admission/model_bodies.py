@@ -16,7 +16,7 @@ from sidecar.admission.answer import without_files
 from sidecar.admission.answer_edits import AnswerEditor, Edit
 from sidecar.admission.forwarding import forwarded_headers
 from sidecar.admission.handover import with_write
-from sidecar.admission.intake import CONTENT_ENCODING, NOT_PACKED, is_upload
+from sidecar.admission.intake import CONTENT_ENCODING, NOT_PACKED
 from sidecar.admission.model_names import ModelNames, with_model
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
@@ -90,8 +90,6 @@ async def renamed(
     names: ModelNames, most_bytes: int, scope: Scope, receive: Receive, send: Send
 ) -> tuple[Scope, Receive, Send]:
     """The three of ASGI for an app, where the body's model has another name at the engine; else as they are."""
-    if is_upload(dict(scope["headers"])):
-        return scope, receive, send
     body = await read_for_model(scope["headers"], receive, most_bytes)
     engine_model = names.renamed.get(body.model)
     if engine_model is None or body.text is None or body.model is None:

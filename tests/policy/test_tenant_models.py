@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
+import pytest
+
 from sidecar.policy.compiler import load, load_files
+from sidecar.policy.stored_tenants import InvalidTenant, read_record
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.warnings import warnings
 from tests.policy.files import SMALL, mistakes, pool, tenant
@@ -76,6 +80,16 @@ def test_a_wrong_list_of_models_says_what_would_be_right(tmp_path: Path, models:
     tenant(tmp_path, "acme", f"{ACME}models: {models}\n")
     found = mistakes(pool(tmp_path, f"{SMALL}tenants: tenants/*.yaml\n"))
     assert [message.split(": ", 1)[1] for message in found] == [said]
+
+
+def test_a_tenant_of_the_store_has_models_too(tmp_path: Path) -> None:
+    record = {"tenant": "x", "tier": "high", "keys": ["sha256:" + "0" * 64], "models": ["llama*"]}
+    policy = load(pool(tmp_path))
+    stored = read_record(json.dumps(record).encode(), policy)
+    assert stored.tenant.models == ("llama*",)
+    assert json.loads(stored.text())["models"] == ["llama*"]
+    with pytest.raises(InvalidTenant, match=r"^models: not a list with something in it"):
+        read_record(json.dumps({**record, "models": []}).encode(), policy)
 
 
 @each(
