@@ -149,16 +149,6 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
         """With the level that the pool charges, or whose queue is full."""
         return replace(self, classification=self.classification.charged(level))
 
-    def risen(self, level: int) -> SizedRequest:
-        """With the better level that it rose to."""
-        return replace(self, classification=self.classification.risen(level))
-
-    @property
-    def best_level(self) -> int:
-        """The best level that it may rise to: none above the one that it has where its tenant is over its limits."""
-        classification = self.classification
-        return classification.tenant.max_level if classification.downgraded_from is None else classification.level
-
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
@@ -350,7 +340,8 @@ class RequestIntake(msgspec.Struct, eq=False):
         prompt_tokens = snapshot.estimator.prompt_tokens(payload, tenant.name)
         output = payload.max_output_tokens
         if output is None:
-            output = _default_output(policy, classification.level, cap)
+            default = policy.tiers[classification.level].default_output_tokens
+            output = default if cap is None else min(default, cap)
         stripped = (*stripped, *asked.stripped, *snapshot.credentials.stripped(headers))
         if self._unread_keys:
             classification = classification.ignoring(self._unread_keys)
@@ -419,11 +410,6 @@ def sized_for(
     return request if meter is None else replace(request, gain=meter.appraise(request, tier_names))
 
 
-def _default_output(policy: Policy, level: int, cap: int | None) -> int:
-    default = policy.tiers[level].default_output_tokens
-    return default if cap is None else min(default, cap)
-
-
 def _asked_wait_s(headers: Mapping[bytes, bytes]) -> float | None:
     """The longest wait that the client allows, in seconds; None where it does not say. Raises InvalidHeader."""
     raw = headers.get(MAX_WAIT_HEADER)
@@ -482,8 +468,6 @@ def _refuse_other_text(body: bytes) -> None:
 
 def refuse_background(payload: Payload, choice: Background) -> None:
     """Raises BackgroundNotAllowed where the policy refuses it, and InvalidBody for one that could not be followed."""
-    if not payload.background:
-        return
     if choice is Background.REFUSE:
         raise BackgroundNotAllowed(
             "background: true is not allowed here, because such a response runs on after its request is answered; "

@@ -257,19 +257,16 @@ class RequestExplanation:
             self._found |= self._classification(request.classification)
         tier = self._policy.tiers[request.classification.level]
         self._found["longest_wait_s"] = longest_s = request.longest_wait_s(self._policy)
-        self._found["deadline"] = self._deadline(request, pool.now_us())
+        if request.deadline_us is not None:
+            rises_to = self._names[request.classification.best_level]
+            left_s = round((request.deadline_us - pool.now_us()) / 1e6)
+            self._found["deadline"] = {"wait_s": left_s, "rises_to": rises_to}
         self._found["timeouts"] = {**asdict(tier.timeouts), "streams": request.payload.stream}
         is_granted = lease.grant is not None
         await pool.close()
         if not is_granted and longest_s is not None:  # no engine is large enough, although all of them are idle
             raise no_room(pool, tier, longest_s)
         return request
-
-    def _deadline(self, request: SizedRequest, now_us: int) -> Found | None:
-        """How long it may wait by its deadline, and the best tier that it rises to; None where it has none."""
-        if request.deadline_us is None:
-            return None
-        return {"wait_s": round((request.deadline_us - now_us) / 1e6), "rises_to": self._names[request.best_level]}
 
     def _note_size(self, request: SizedRequest, policy: Policy) -> None:
         level, sizes = request.classification.level, SizeLimits(policy)

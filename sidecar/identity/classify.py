@@ -129,13 +129,15 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     risen_from: int | None = None
 
     def charged(self, level: int) -> Classification:
-        """With the level that the pool charges, or whose queue is full."""
+        """With the level that the pool charges, or whose queue is full. It rose to a better one."""
+        if level < self.level:
+            return msgspec.structs.replace(self, level=level, risen_from=self.risen_from or self.level)
         return msgspec.structs.replace(self, level=level, downgraded_from=self.level)
 
-    def risen(self, level: int) -> Classification:
-        """With the better level that it rose to, as its deadline came near."""
-        before = self.level if self.risen_from is None else self.risen_from
-        return msgspec.structs.replace(self, level=level, risen_from=before)
+    @property
+    def best_level(self) -> int:
+        """The best level that it may rise to: none above the one that it has where its tenant is over its limits."""
+        return self.tenant.max_level if self.downgraded_from is None else self.level
 
     def ignoring(self, more: Iterable[str]) -> Classification:
         """With more that did not count."""
