@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from sidecar.admission.intake import DEADLINE_HEADER
 from sidecar.errors import InvalidHeader
 from sidecar.policy.model import Policy
 from sidecar.policy.units import duration_s
@@ -20,7 +21,6 @@ from sidecar.policy.units import duration_s
 if TYPE_CHECKING:
     from sidecar.pools import Lease, Pool
 
-DEADLINE_HEADER = b"x-admission-deadline"
 LEAST_US = 100_000
 """The least time between two looks at a waiting request: thousands may be near their deadlines at once."""
 
