@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from sidecar.admission.intake import DEADLINE_HEADER
 from sidecar.errors import InvalidHeader
 from sidecar.policy.model import Policy
 from sidecar.policy.units import duration_s
@@ -20,9 +21,10 @@ from sidecar.policy.units import duration_s
 if TYPE_CHECKING:
     from sidecar.pools import Lease, Pool
 
-DEADLINE_HEADER = b"x-admission-deadline"
 LEAST_US = 100_000
 """The least time between two looks at a waiting request: thousands may be near their deadlines at once."""
+SPREAD = 0.1
+"""Part of the measured wait by which some rise earlier: thousands with one deadline would rise in one moment."""
 
 _MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d(?::\d\d)?)(?:\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 _WRITE = "send a time with its zone such as 2027-01-31T06:00:00Z, or a duration such as 6h, of at most a year"
@@ -72,7 +74,7 @@ class RisingWait:
     def __init__(self, pool: Pool, lease: Lease, deadline_us: int, best: int, rose: Callable[[int], None]) -> None:
         self._pool, self._lease = pool, lease
         self._deadline_us, self._best, self._rose = deadline_us, best, rose
-        self._since_us = pool.now_us()
+        self._since_us, self._margin = pool.now_us(), 1 + SPREAD * (lease.id % 64) / 64
         self._timer: asyncio.TimerHandle | None = None
         self._look()
 
@@ -95,7 +97,8 @@ class RisingWait:
 
     def _pause_us(self, now_us: int, left_us: int) -> int:
         """The time until the next look; 0 where it is to rise now."""
-        own_us, lately_us = now_us - self._since_us, self._pool.longest_wait_us(self._lease.tier)
+        own_us = now_us - self._since_us
+        lately_us = round(self._pool.longest_wait_us(self._lease.tier) * self._margin)
         if left_us <= max(own_us, lately_us):
             return 0
         return max(1, min((left_us - own_us + 1) // 2, (left_us - lately_us) // 2))

@@ -15,7 +15,6 @@ import msgspec
 from msgspec.structs import replace
 from starlette.types import Message, Scope
 
-from sidecar.admission.deadline import DEADLINE_HEADER, asked_deadline_us, latest_deadline_us
 from sidecar.admission.policy_snapshot import KEY_HEADERS, PolicySnapshot
 from sidecar.admission.via import refuse_loop
 from sidecar.apis import Api
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from sidecar.admission.request_gain import GainMeter
     from sidecar.payload.content_codings import PackedBody
 
-MAX_WAIT_HEADER = b"x-admission-max-wait"
+MAX_WAIT_HEADER, DEADLINE_HEADER = b"x-admission-max-wait", b"x-admission-deadline"
 CONTENT_ENCODING = b"content-encoding"
 NOT_PACKED = (b"accept-encoding", b"identity")
 """No answer may be compressed: its usage is read, and it may have begun as plain text."""
@@ -235,6 +234,8 @@ class RequestIntake(msgspec.Struct, eq=False):
         if tenant is snapshot.policy.anonymous:
             self._unread_keys = snapshot.classifier.unread(headers, scope.get("query_string", b""))
         if DEADLINE_HEADER in headers:
+            from sidecar.admission.deadline import asked_deadline_us
+
             self._deadline_us = asked_deadline_us(headers[DEADLINE_HEADER], self._received_us)
         if CONTENT_ENCODING in headers and not self._is_upload:
             from sidecar.payload.content_codings import packed_body
@@ -379,6 +380,8 @@ class RequestIntake(msgspec.Struct, eq=False):
             classification = classification.ignoring(ignored)
         deadline_us = asked_us = self._deadline_us
         if asked_us is not None:
+            from sidecar.admission.deadline import latest_deadline_us
+
             deadline_us = latest_deadline_us(snapshot.policy, classification.level, asked_us, self._received_us)
             if deadline_us != asked_us:
                 classification = classification.ignoring((DEADLINE_HEADER.decode(),))

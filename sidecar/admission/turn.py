@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from sidecar.admission.client import ClientComments
-from sidecar.admission.deadline import RisingWait
 from sidecar.admission.engine_route import EngineHealth, no_engine
 from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest
@@ -298,6 +297,8 @@ class Turn(msgspec.Struct, eq=False):
         events: set[asyncio.Future[Any]] = {granted} if disconnect is None else {granted, disconnect}
         rising, deadline_us = None, self.request.deadline_us
         if deadline_us is not None:
+            from sidecar.admission.deadline import RisingWait
+
             best = self.request.classification.best_level
             rising = RisingWait(self._pool, lease, deadline_us, best, self._rose)
         try:

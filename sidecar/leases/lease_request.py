@@ -7,7 +7,6 @@ from datetime import datetime, timedelta
 from math import isfinite
 from typing import NamedTuple
 
-from sidecar.admission.deadline import latest_deadline_us, seconds_until
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
@@ -105,6 +104,8 @@ class LeaseRequest(NamedTuple):
         deadline = self.deadline
         if deadline is None:
             return None
+        from sidecar.admission.deadline import latest_deadline_us, seconds_until
+
         if isinstance(deadline, timedelta):
             left_s = deadline.total_seconds()
         elif isinstance(deadline, datetime) and deadline.utcoffset() is not None:
