@@ -133,9 +133,9 @@ class Bids:
         return None
 
     def charge(self, lease: Ticket, tokens: int) -> LeaseGrowth:
-        """Charges the growth of a lease: its tenant while others of the tier wait, its user while others of the tenant do.
+        """Growth of a lease is charged to its tenant while others of the tier wait, to its user while others of that do.
 
-        Returns the charge that the ledger makes of it.
+        Returns it for the ledger.
         """
         tier, tenant, weight, user = self._tiers[lease.tier], lease.tenant, lease.weight, lease.user
         if tier.queue or not self._lined.issuperset(tier.shown):
