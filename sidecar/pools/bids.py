@@ -133,7 +133,7 @@ class Bids:
         return None
 
     def charge(self, lease: Ticket, tokens: int) -> LeaseGrowth:
-        """Growth of a lease is charged to its tenant while others of the tier wait, to its user while others of that do.
+        """Growth of a lease: charged to its tenant while others of the tier wait, to its user while others of that do.
 
         Returns it for the ledger.
         """
