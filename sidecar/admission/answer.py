@@ -135,11 +135,6 @@ class CostReader:
             )
             self._longest = len(place.member) + _MOST_DIGITS + 20
 
-    @property
-    def reads_bodies(self) -> bool:
-        """True if the cost is in an answer's body."""
-        return self._number is not None
-
     def feed(self, message: Message) -> None:
         """Takes a message of the answer."""
         if message["type"] == "http.response.start":

@@ -125,8 +125,8 @@ def request_for_app(
     `pairs` are the client's headers as they came, `added` those that replace them. See also `forwarded_body`.
     """
     payload, tiers, engine = request.payload, snapshot.classifier.service_tiers, snapshot.asks_usage_of
-    is_asked = tiers is not None and payload.service_tier is not None
-    if (request.engine_model is not None or is_asked) and (edits := _answer_edits(request, tiers)):
+    is_edited = request.engine_model is not None or payload.service_tier is not None
+    if is_edited and (edits := _answer_edits(request, tiers)):
         client.edit(edits)
     options = ask_for_usage(request, engine, answer.usage) if engine is None or payload.stream else None
     if options is not None:
@@ -135,19 +135,14 @@ def request_for_app(
     if b"content-length" in request.headers and (body is not payload.body or CONTENT_ENCODING in request.stripped):
         added = (*added, (b"content-length", b"%d" % len(body)))
     for_app = forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.stripped, added))
-    _keep_short_ways(for_app, client, answer, is_proxied=is_proxied)
-    return for_app, body
-
-
-def _keep_short_ways(scope: Scope, client: ClientChannel, answer: Answer, *, is_proxied: bool) -> None:
-    """Leaves the app only those short ways of the server on which no byte passes unread, or without its edit."""
+    # Of the server's short ways only those stay on which no byte passes unread, or without its edit.
     editor, is_plain = client.editor, client.keepalive is None
-    if not is_plain or editor is not None or (answer.cost is not None and answer.cost.reads_bodies):
-        scope["extensions"] = without_files(scope)
-    if (write := find_write(scope)) is not None:
-        if editor is not None:
-            write = partial(editor.write, write)
-        with_write(scope, partial(answer.write, write) if is_plain and is_proxied else None)
+    if not is_plain or editor is not None or (endpoint.cost is not None and endpoint.cost.member):
+        for_app["extensions"] = without_files(for_app)
+    if (write := find_write(for_app)) is not None:
+        write = write if editor is None else partial(editor.write, write)
+        with_write(for_app, partial(answer.write, write) if is_plain and is_proxied else None)
+    return for_app, body
 
 
 def _answer_edits(request: SizedRequest, tiers: ServiceTiers | None) -> list[Edit]:

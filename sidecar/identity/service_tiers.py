@@ -15,7 +15,7 @@ from sidecar.apis import Api
 
 _AUTO = "auto"
 _STANDARD = {"standard": "standard", "standard_only": "standard", "batch": "batch"}
-"""Anthropic's own values, as its answers write them; `priority` is OpenAI's, too."""
+"""Anthropic's values, as its answers write them. `priority` is OpenAI's, too."""
 _decode = msgspec.json.Decoder(str | None).decode
 
 
