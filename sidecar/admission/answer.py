@@ -20,7 +20,9 @@ from sidecar.admission.handover import Write
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import Held, PendingAbort, PendingAborts
 from sidecar.admission.request_gain import RequestGain
+from sidecar.admission.responses import send_error
 from sidecar.admission.usage import UsageReader
+from sidecar.apis import Api
 from sidecar.context import Granted, Holder, current
 from sidecar.errors import AdmissionError, EngineUnreachable
 from sidecar.events import AppTrace, Outcome
@@ -182,6 +184,11 @@ class Answer(msgspec.Struct, eq=False):
     streams: bool = False
     is_over: bool = False
     is_dropped: bool = False
+
+    async def send_error(self, error: AdmissionError, api: Api) -> None:
+        """Answers in the engine's place, as if it had."""
+        self.is_dropped = False
+        await send_error(self.send, error, anthropic=api is Api.MESSAGES)
 
     def send(self, message: Message) -> Awaitable[None]:
         """The app's `send`. Streams have many chunks: each costs no more than this, and no coroutine of its own."""

@@ -266,6 +266,7 @@ def _classified(
         preemptible=not is_kept and snapshot.are_preemptible_by_rule[classification.level],
         downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
         expected=None if request.expected is None else request.expected.expectation(payload),
+        is_deferred=request.deadline_us is not None,
     )
 
 

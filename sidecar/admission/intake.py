@@ -41,7 +41,7 @@ from sidecar.policy.choices import Background, Unsized
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
-from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant import Account, Tenant
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask, Pool
 from sidecar.scheduling.tickets import TicketGain
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from sidecar.admission.request_gain import GainMeter
     from sidecar.payload.content_codings import PackedBody
 
-MAX_WAIT_HEADER = b"x-admission-max-wait"
+MAX_WAIT_HEADER, DEADLINE_HEADER = b"x-admission-max-wait", b"x-admission-deadline"
 CONTENT_ENCODING = b"content-encoding"
 NOT_PACKED = (b"accept-encoding", b"identity")
 """No answer may be compressed: its usage is read, and it may have begun as plain text."""
@@ -84,10 +84,12 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     none. `expected` is what it is expected to use, None before it enters the pool and where nothing is learned.
     `stripped` names the client's headers that must not be forwarded, `added` are headers for the engine. `output_cap`
     is the output maximum that is written into the body, because the body has none and the tenant has a limit.
-    `max_wait_s` is the longest wait that the client allows, `objective` its tier's, as the client loosens it, None
-    where its gain is not measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's.
-    `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine. The
-    body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again: `Ask.request`.
+    `max_wait_s` is the longest wait that the client allows. `deadline_us` is until when it may wait instead of its
+    tier's `max_wait`, by the pool's clock, None for a request without a deadline. `objective` is its tier's, as the
+    client loosens it, None where its gain is not measured. `gain` are its figures where the pool orders by gain. `path`
+    is the endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool
+    of one engine. The body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again:
+    `Ask.request`. `engine_model` is the model's name at the engine, where that is another.
     """
 
     headers: Mapping[bytes, bytes]
@@ -108,6 +110,8 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     objective: Objective | None = None
     gain: TicketGain | None = None
     is_unread: bool = False
+    engine_model: str | None = None
+    deadline_us: int | None = None
 
     def __hash__(self) -> int:
         """Equal when its tenant sends the same body again, while that is kept. Hardly any request is asked."""
@@ -147,7 +151,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
-        is_counted = tenant.limits.are_counted
+        accounts = (Account(tenant.name, tenant.limits),) if tenant.limits.are_counted else ()
         return Ask(
             tier=self.classification.level,
             tenant=tenant.name,
@@ -156,16 +160,22 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
             requests=self.requests,
             request=self,
             attempt=_attempt(self.headers),
-            limits=tenant.limits if is_counted else None,
-            downgrade=tenant.downgrade_level if is_counted else None,
+            accounts=accounts,
+            downgrade=tenant.downgrade_level if accounts else None,
             prompt=0 if hits is None else min(self.prompt_tokens, most),
             hits=hits or (),
             most=most,
             gain=self.gain,
+            is_deferred=self.deadline_us is not None,
         )
 
     def longest_wait_s(self, policy: Policy) -> float | None:
-        """The longest wait in seconds: the tier's, or the client's where that is shorter. None: no limit."""
+        """The longest wait in seconds: the tier's, or the client's where that is shorter. None: no limit.
+
+        The tier's does not count where the request has a deadline.
+        """
+        if self.deadline_us is not None:
+            return self.max_wait_s
         waits_s = (self.max_wait_s, policy.tiers[self.classification.level].queue.max_wait_s)
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
@@ -205,6 +215,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     _size: int = 0
     is_whole: bool = False
     trace: Callable[[Asked, Tenant], None] | None = None
+    _deadline_us: int | None = None
 
     def check_head(self, pairs: Headers, scope: Scope) -> None:
         """Checks the way here, the key and the declared length, before a byte of the body is read.
@@ -217,10 +228,15 @@ class RequestIntake(msgspec.Struct, eq=False):
             refuse_loop(headers[b"via"])
         if len(headers) != len(pairs):  # one of them is given twice
             refuse_two_keys(pairs, headers, snapshot)
-            _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
+            once = snapshot.policy.tier_header, MAX_WAIT_HEADER, DEADLINE_HEADER, *SLO_HEADERS
+            _refuse_two_values(pairs, once)
         self.tenant = tenant = snapshot.classifier.tenant(headers, scope, pairs)
         if tenant is snapshot.policy.anonymous:
             self._unread_keys = snapshot.classifier.unread(headers, scope.get("query_string", b""))
+        if DEADLINE_HEADER in headers:
+            from sidecar.admission.deadline import asked_deadline_us
+
+            self._deadline_us = asked_deadline_us(headers[DEADLINE_HEADER], self._received_us)
         if CONTENT_ENCODING in headers and not self._is_upload:
             from sidecar.payload.content_codings import packed_body
 
@@ -315,6 +331,8 @@ class RequestIntake(msgspec.Struct, eq=False):
         if self.trace is not None:
             self.trace(asked, tenant)
         self.classification = classification = snapshot.classifier.classify(asked, tenant)
+        if tenant.models is not None:
+            snapshot.names.refuse_others(tenant, payload.model, None if is_unread else payload.body)
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
             refuse_what_is_too_much(payload, policy)
@@ -323,16 +341,14 @@ class RequestIntake(msgspec.Struct, eq=False):
         prompt_tokens = snapshot.estimator.prompt_tokens(payload, tenant.name)
         output = payload.max_output_tokens
         if output is None:
-            output = _default_output(policy, classification.level, cap)
+            default = policy.tiers[classification.level].default_output_tokens
+            output = default if cap is None else min(default, cap)
         stripped = (*stripped, *asked.stripped, *snapshot.credentials.stripped(headers))
         if self._unread_keys:
             classification = classification.ignoring(self._unread_keys)
             if not policy.forward_key:
                 stripped = (*stripped, *(place.encode() for place in self._unread_keys))
-        objective = snapshot.objectives[classification.level] if snapshot.objectives else None
-        if objective is not None and not headers.keys().isdisjoint(SLO_HEADERS):
-            objective, ignored = asked_slo(headers, objective)
-            classification = classification.ignoring(ignored)
+        classification, objective, deadline_us = self._promised(classification)
         self.classification = classification
         added = snapshot.credentials.added
         return SizedRequest(
@@ -351,7 +367,26 @@ class RequestIntake(msgspec.Struct, eq=False):
             max_wait_s=_asked_wait_s(headers),
             objective=objective,
             is_unread=is_unread,
+            engine_model=snapshot.names.renamed.get(payload.model),
+            deadline_us=deadline_us,
         )
+
+    def _promised(self, classification: Classification) -> tuple[Classification, Objective | None, int | None]:
+        """The request's objective and deadline, as far as its client may change them; what did not count is noted."""
+        snapshot, headers = self._snapshot, self._headers
+        objective = snapshot.objectives[classification.level] if snapshot.objectives else None
+        if objective is not None and not headers.keys().isdisjoint(SLO_HEADERS):
+            objective, ignored = asked_slo(headers, objective)
+            classification = classification.ignoring(ignored)
+        deadline_us = asked_us = self._deadline_us
+        if asked_us is not None:
+            from sidecar.admission.deadline import latest_deadline_us
+
+            deadline_us = latest_deadline_us(snapshot.policy, classification.level, asked_us, self._received_us)
+            if deadline_us != asked_us:
+                classification = classification.ignoring((DEADLINE_HEADER.decode(),))
+            objective = None  # it waits for as long as it may: that is no miss of its tier's `slo`
+        return classification, objective, deadline_us
 
 
 async def counted(request: SizedRequest, snapshot: PolicySnapshot) -> SizedRequest:
@@ -376,11 +411,6 @@ def sized_for(
     elif sizes.learns:
         request = request.expecting(sizes, pool)
     return request if meter is None else replace(request, gain=meter.appraise(request, tier_names))
-
-
-def _default_output(policy: Policy, level: int, cap: int | None) -> int:
-    default = policy.tiers[level].default_output_tokens
-    return default if cap is None else min(default, cap)
 
 
 def _asked_wait_s(headers: Mapping[bytes, bytes]) -> float | None:
@@ -441,8 +471,6 @@ def _refuse_other_text(body: bytes) -> None:
 
 def refuse_background(payload: Payload, choice: Background) -> None:
     """Raises BackgroundNotAllowed where the policy refuses it, and InvalidBody for one that could not be followed."""
-    if not payload.background:
-        return
     if choice is Background.REFUSE:
         raise BackgroundNotAllowed(
             "background: true is not allowed here, because such a response runs on after its request is answered; "

@@ -47,6 +47,7 @@ from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tenant import Tenant
 from sidecar.pools import Pool
+from sidecar.pools.base import monotonic_us
 
 SMALLEST = {
     Api.CHAT: b'{"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}',
@@ -123,20 +124,21 @@ class RequestExplanation:
             return self._found
         self._found |= {"api": endpoint.api.value, "forward_to": endpoint.forward_to, "body_given": body is not None}
         try:
-            await self._follow(endpoint, pairs, query, self._smallest(endpoint.api) if body is None else body)
+            await self._follow(endpoint, pairs, query, body)
         except AdmissionError as error:
             self._found["error"] = {"status": error.status, "code": error.code, "message": error.message}
         return self._found
 
-    def _smallest(self, api: Api) -> bytes:
-        """The body where none is given, for the first model where there are several."""
-        model = next(iter(self._policy.models), "m")
+    def _smallest(self, api: Api, tenant: Tenant) -> bytes:
+        """The body where none is given, for the first model that is known and that the tenant may use."""
+        patterns = [pattern.replace("*", "") for pattern in tenant.models or ("m",)]
+        model = next(iter((*self._snapshot.names.usable(tenant), *patterns)))
         return SMALLEST[api].replace(b'"m"', json.dumps(model).encode(), 1)
 
     def _find_unguarded(self, path: str) -> list[Found]:
         """Treatment of requests on an unguarded path, by where the middleware is mounted."""
         chosen, snapshot = self._policy.unguarded, self._snapshot
-        lists_models = bool(self._policy.models) and is_model_list(path)
+        lists_models = self._snapshot.names.are_listed_here and is_model_list(path)
         modes = [chosen] if chosen is not None else [Unguarded.DENY, Unguarded.GENERATING]
         return [
             {
@@ -147,20 +149,23 @@ class RequestExplanation:
             for mode in modes
         ]
 
-    async def _follow(self, endpoint: Endpoint, given: Headers, query: bytes, body: bytes) -> None:
+    async def _follow(self, endpoint: Endpoint, given: Headers, query: bytes, body: bytes | None) -> None:
         headers = dict(given)
         key = api_key(headers)
         if self._issuer_keys is not None and key is not None and is_token(key):
             await self._issuer_keys.fetch()
         pairs = list(given)
         if headers.keys().isdisjoint((b"content-length", b"transfer-encoding")):
-            pairs.append((b"content-length", b"%d" % len(body)))  # as clients send it
+            pairs.append((b"content-length", b"%d" % len(body or b"")))  # as clients send it
         headers = dict(pairs)
-        intake = RequestIntake(self._snapshot, endpoint, headers, 0)
+        now_us = monotonic_us()
+        intake = RequestIntake(self._snapshot, endpoint, headers, now_us)
         intake.trace = self._note_sources
         try:
             intake.check_head(pairs, {"client": self._client, "query_string": query})
-            request = intake.feed({"type": "http.request", "body": body}, 0)
+            assert intake.tenant is not None
+            sent = self._smallest(endpoint.api, intake.tenant) if body is None else body
+            request = intake.feed({"type": "http.request", "body": sent}, now_us)
         finally:
             if intake.tenant is not None:
                 self._found["tenant"] = self._tenant(intake.tenant, self._named_by(headers, key))
@@ -168,7 +173,7 @@ class RequestExplanation:
                 self._found |= self._classification(intake.classification)
         assert request is not None
         request = await counted(request, self._snapshot)
-        policy = of_model(self._policy, request.payload.model, request.body)
+        policy = of_model(self._policy, request)
         pool = empty_pool(policy)
         if policy.engines is not None:
             request = replace(request, hits=())  # no engine has anything of its prompt yet
@@ -179,7 +184,7 @@ class RequestExplanation:
         self._found["guards"] = guards(policy, pool, request.classification.level)
         request = await self._take_turn(request, pool)
         self._found["gain"] = gain(self._policy, request)
-        self._found["engine"] = self._engine(endpoint.api, request.classification.level)
+        self._found["engine"] = self._engine(endpoint.api, request)
 
     def _note_sources(self, asked: Asked, tenant: Tenant) -> None:
         """Notes each source's answer for the tier. The first that answers wins, unless one before it is refused."""
@@ -205,6 +210,7 @@ class RequestExplanation:
             "tier": self._names[tenant.level],
             "max_tier": self._names[tenant.max_level],
             "weight": tenant.weight,
+            "models": tenant.models,
         }
 
     def _source(self, answer: SourceAnswer) -> Found:
@@ -251,6 +257,10 @@ class RequestExplanation:
             self._found |= self._classification(request.classification)
         tier = self._policy.tiers[request.classification.level]
         self._found["longest_wait_s"] = longest_s = request.longest_wait_s(self._policy)
+        if request.deadline_us is not None:
+            rises_to = self._names[request.classification.best_level]
+            left_s = round((request.deadline_us - pool.now_us()) / 1e6)
+            self._found["deadline"] = {"wait_s": left_s, "rises_to": rises_to}
         self._found["timeouts"] = {**asdict(tier.timeouts), "streams": request.payload.stream}
         is_granted = lease.grant is not None
         await pool.close()
@@ -282,14 +292,17 @@ class RequestExplanation:
         }
         self._found["capacity_from"] = CapacitySource.ENGINE.value if policy.reads_capacity else None
 
-    def _engine(self, api: Api, level: int) -> Found:
-        priority = self._dialect.priority(level, len(self._names))
+    def _engine(self, api: Api, request: SizedRequest) -> Found:
+        priority = self._dialect.priority(request.classification.level, len(self._names))
         forward = self._dialect.forward(api, priority)
+        members = {} if forward.member is None else {"priority": json.loads(forward.member)}
+        if request.engine_model is not None:
+            members["model"] = request.engine_model
         return {
             "name": self._policy.engine.name,
             "priority": priority if forward.is_sent else None,
             "headers": {name.decode(): value.decode() for name, value in forward.headers},
-            "member": None if forward.member is None else {"priority": json.loads(forward.member)},
+            "member": members or None,
         }
 
 
@@ -346,11 +359,13 @@ _TREATED = {
 def _who(tenant: Found) -> list[str]:
     same = tenant["tier"] == tenant["max_tier"]
     may = "may ask for nothing better" if same else f"may ask for up to {tenant['max_tier']}"
-    return [f"   {tenant['name']}, by {tenant['by']}: tier {tenant['tier']}, {may}"]
+    models = [] if tenant["models"] is None else [f"   it may use the models {', '.join(tenant['models'])}"]
+    return [f"   {tenant['name']}, by {tenant['by']}: tier {tenant['tier']}, {may}", *models]
 
 
 def _which(found: Found) -> list[str]:
     lines, settled = [], False
+    width = max(9, *(len(source["source"]) for source in found["sources"]))
     for source in found["sources"]:
         line = _source_line(source)
         if settled:
@@ -358,7 +373,7 @@ def _which(found: Found) -> list[str]:
         elif source["wins"]:
             line += "   <- wins"
         settled = settled or source["wins"] or source["refused"]
-        lines.append(f"   {source['source']:<9} {line}")
+        lines.append(f"   {source['source']:<{width}} {line}")
     if "tier" not in found:
         return lines
     if found["source"] == "default":
@@ -375,9 +390,9 @@ def _which(found: Found) -> list[str]:
 def _source_line(source: Found) -> str:
     if source["refused"]:
         return f"{source['statement']}: {source['value']}, which is no tier"
-    if source["tier"] is None:
-        return "says nothing"
     statement = f"{source['statement']}: {source['value']}, " if source["statement"] else ""
+    if source["tier"] is None:
+        return f"{statement}which asks for no tier" if statement else "says nothing"
     return f"{statement}which means {source['tier']}" if statement else f"says {source['tier']}"
 
 
@@ -411,6 +426,10 @@ def _how_much(found: Found) -> list[str]:
         lines.append("   and no more than one engine holds")
     if found.get("longest_wait_s") is not None:
         lines.append(f"   it waits {policy_duration(found['longest_wait_s'])} at most; then 503 queue_timeout")
+    if (deadline := found.get("deadline")) is not None:
+        lines.append(f"   by its deadline it waits {policy_duration(deadline['wait_s'])} at most; then 504 deadline")
+        if deadline["rises_to"] != found["tier"]:
+            lines.append(f"   as that comes near it rises, to {deadline['rises_to']} at most")
     if "timeouts" in found:
         lines.append(f"   {_timeouts(**found['timeouts'])}; then 504 engine_timeout")
     return lines
@@ -439,10 +458,10 @@ def _describe_learning(holds: Found) -> list[str]:
 def _engine_lines(found: Found) -> list[str]:
     engine = found["engine"]
     lines = [f"   header {name}: {value}" for name, value in engine["headers"].items()]
-    if engine["member"]:
-        lines.append(f'   body member "priority": {json.dumps(engine["member"]["priority"])}')
-    if not lines:
-        lines = ["   no priority: it has no place for one here; admission alone orders these requests"]
+    for name, value in (engine["member"] or {}).items():
+        lines.append(f'   body member "{name}": {json.dumps(value)}')
+    if engine["priority"] is None:
+        lines.append("   no priority: it has no place for one here; admission alone orders these requests")
     elif found["forward_to"]:
         lines.append(f"   on the path {found['forward_to']}")
     return lines

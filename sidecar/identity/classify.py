@@ -17,7 +17,7 @@ from dataclasses import replace
 from enum import Enum
 from math import floor
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -33,6 +33,9 @@ from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
+
+if TYPE_CHECKING:
+    from sidecar.identity.service_tiers import ServiceTiers
 
 API_KEY_HEADERS = (b"x-api-key", b"api-key")
 """Headers that hold a key and nothing else: Anthropic's clients send the first, Azure's the second."""
@@ -104,6 +107,7 @@ class SourceAnswer(msgspec.Struct, frozen=True):
 _NO_BODY = SourceAnswer(TierSource.BODY, None)
 _NO_HEADER = SourceAnswer(TierSource.HEADER, None)
 _NO_ENGINE = SourceAnswer(TierSource.ENGINE, None)
+_NO_SERVICE_TIER = SourceAnswer(TierSource.SERVICE_TIER, None)
 _DEFAULT = SourceAnswer(Fallback.DEFAULT, None)
 
 
@@ -111,7 +115,8 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     """A request's tenant and level.
 
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
-    tenant's limits, where the request is over them. `ignored` lists the client's priority fields and headers that did
+    tenant's limits, where the request is over them, `risen_from` the level that a request with a deadline had before it
+    rose. `ignored` lists the client's priority fields and headers that did
     not count, as a client writes them, and where a key is that was not read.
     """
 
@@ -121,10 +126,18 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     clamped_from: int | None
     ignored: tuple[str, ...]
     downgraded_from: int | None = None
+    risen_from: int | None = None
 
     def charged(self, level: int) -> Classification:
-        """With the level that the pool charges, or whose queue is full."""
+        """With the level that the pool charges, or whose queue is full. It rose to a better one."""
+        if level < self.level:
+            return msgspec.structs.replace(self, level=level, risen_from=self.risen_from or self.level)
         return msgspec.structs.replace(self, level=level, downgraded_from=self.level)
+
+    @property
+    def best_level(self) -> int:
+        """The best level that it may rise to: none above the one that it has where its tenant is over its limits."""
+        return self.tenant.max_level if self.downgraded_from is None else self.level
 
     def ignoring(self, more: Iterable[str]) -> Classification:
         """With more that did not count."""
@@ -132,7 +145,10 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
 
 
 class Classifier:
-    """Classifies requests by one policy. Shared by all requests. `tokens` is None where no tokens are accepted."""
+    """Classifies requests by one policy. Shared by all requests. `tokens` is None where no tokens are accepted.
+
+    `service_tiers` are there where the policy reads the body's `service_tier`.
+    """
 
     def __init__(self, policy: Policy, dialect: Engine, tokens: TokenVerifier | None = None) -> None:
         self._tokens = tokens
@@ -143,12 +159,18 @@ class Classifier:
         self._policy = policy
         self._dialect = dialect
         self._last = len(policy.tiers) - 1
+        self.service_tiers: ServiceTiers | None = None
+        if policy.service_tiers:
+            from sidecar.identity.service_tiers import ServiceTiers
+
+            self.service_tiers = ServiceTiers(policy.service_tiers)
         consults: Mapping[TierSource, Callable[[Asked, Tenant], SourceAnswer]] = {
             TierSource.BODY: self._body,
             TierSource.HEADER: self._header,
             TierSource.ENDPOINT: lambda asked, _: self._of_endpoint[asked.endpoint.level],
             TierSource.KEY: lambda _, tenant: self._of_key[tenant.level],
             TierSource.ENGINE: self._engine,
+            TierSource.SERVICE_TIER: self._service_tier,
         }
         levels = [None, *range(len(policy.tiers))]
         self._of_endpoint = {level: SourceAnswer(TierSource.ENDPOINT, level) for level in levels}
@@ -292,6 +314,9 @@ class Classifier:
             found += [name.decode("latin-1") for name in asked.stripped]
         if own in asked.headers:
             found.append(own.decode("latin-1"))
+        tiers, service_tier = self.service_tiers, payload.service_tier
+        if tiers is not None and service_tier is not None and not tiers.is_silent(service_tier):
+            found.append("service_tier")
         return found
 
     def _body(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002  # every source is asked alike
@@ -336,6 +361,12 @@ class Classifier:
             self._last,
         )
         return SourceAnswer(TierSource.ENGINE, level, stated.statement, f"{stated.value:g}")
+
+    def _service_tier(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002
+        raw, tiers = asked.payload.service_tier, self.service_tiers
+        if raw is None or tiers is None or tiers.is_silent(raw):
+            return _NO_SERVICE_TIER
+        return SourceAnswer(TierSource.SERVICE_TIER, tiers.level(raw), "service_tier", _show(raw))
 
     def _answer(self, source: TierSource, where: str, value: object, raw: bytes) -> SourceAnswer:
         """The level of a tier's name, or of a number in [0, 1] with 1 the most important, rounded to the nearest."""

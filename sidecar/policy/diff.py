@@ -29,7 +29,10 @@ MOST_NAMED = 20
 _PARTS = {"speed": 1000, "weight_percent": 100}
 """Numbers that are counted in parts of one."""
 _ABOUT = frozenset(
-    ("rules", "capacity", "engines", "models", "tiers", "timeouts", "endpoints", "tenants", "keyless", "generation")
+    (
+        *("rules", "capacity", "engines", "models", "aliases", "tiers", "timeouts", "endpoints", "tenants", "keyless"),
+        "generation",
+    )
 )
 """Fields of a policy that are described elsewhere."""
 _LEVELS = frozenset({"default_level", "level", "max_level", "downgrade_level"})
@@ -65,6 +68,7 @@ class _Telling:
         yield from self._record("", before, after, but=_ABOUT)
         yield from self._fleet(before.engines, after.engines)
         yield from self._compare_named("model", before.models, after.models)
+        yield from self._compare_named("alias", before.aliases, after.aliases)
         for tiers in zip(before.tiers, after.tiers, strict=False):
             yield from self._record(f"tier {tiers[0].name} ", *tiers, but={"level"})
         yield from self._compare_named("endpoint", before.endpoints, after.endpoints)
@@ -105,6 +109,8 @@ class _Telling:
             return "all"
         if name == "engine_levels":
             return _value(name, tuple(f"{self._after.tiers[level].name} {least:g}" for least, level in value))
+        if name == "service_tiers":
+            return _value(name, tuple(f"{name} {self._after.tiers[level].name}" for name, level in value))
         if isinstance(value, Aging):
             return f"{policy_duration(value.promote_after_us / 1e6)} up to {self._before.tiers[value.ceiling].name}"
         return _value(name, value)

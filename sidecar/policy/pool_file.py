@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import ValidationInfo, field_validator
 
@@ -29,7 +29,7 @@ from sidecar.policy.choices import (
 )
 from sidecar.policy.declared import ReadAs, declared, key
 from sidecar.policy.endpoint import Cors, Endpoint, EndpointBody, new_endpoints
-from sidecar.policy.fleet import FleetPolicy, ModelPolicy
+from sidecar.policy.fleet import FleetPolicy, ModelAlias, ModelPolicy
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.identity import JwtPolicy
 from sidecar.policy.problems import printable
@@ -37,6 +37,7 @@ from sidecar.policy.rules import PoolRules, pool_rules
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.tier import Aging, Tier, TierBody, Timeouts, ladder
 
+T = TypeVar("T")
 _ENGINES = {"type": "string", "enum": list(ENGINES)}
 DEFAULT_MAX_BODY = "8MiB"
 MAX_CHOICES = 8
@@ -51,8 +52,8 @@ def _unread(is_stored: bool) -> StoredTenants:
     return StoredTenants.UNREAD if is_stored else StoredTenants.NONE
 
 
-def _named_models(models: dict[str, ModelPolicy] | None) -> Mapping[str, ModelPolicy]:
-    return MappingProxyType(models or {})
+def _frozen(named: dict[str, T] | None) -> Mapping[str, T]:
+    return MappingProxyType(named or {})
 
 
 _Tiers = Annotated[
@@ -61,6 +62,7 @@ _Tiers = Annotated[
 _Models = Annotated[
     dict[of.ModelName, Annotated[ModelPolicy, of.DEFAULTS]], of.mapped("{llama-70b: {engines: [a, b]}}")
 ]
+_Aliases = Annotated[dict[of.ModelName, ModelAlias], of.mapped("{gpt-4o: {as: llama-70b}}")]
 _Endpoints = Annotated[dict[of.UrlPath, Annotated[EndpointBody, of.DEFAULTS]], of.mapped("{/v1/chat/completions: {}}")]
 
 
@@ -91,10 +93,15 @@ class PoolFile:
         "Several engines for one pool. Default: one, the proxy's --upstream or the app itself.",
         {"static": [{"name": "a", "url": "http://a:8000"}]},
     )
-    models: Annotated[Mapping[str, ModelPolicy], ReadAs(_Models | None, _named_models)] = key(
+    models: Annotated[Mapping[str, ModelPolicy], ReadAs(_Models | None, _frozen)] = key(
         None,
         "A pool of its own for each model, chosen by the body's `model`. Default: one pool, whatever the model.",
         {"llama-70b": {"engines": ["a", "b"]}},
+    )
+    aliases: Annotated[Mapping[str, ModelAlias], ReadAs(_Aliases | None, _frozen)] = key(
+        None,
+        "Names of models that clients send and no engine knows: each is replaced on the way, and back in the answer.",
+        {"gpt-4o": {"as": "llama-70b"}},
     )
     aging: Aging | None = key(None, "How a waiting request rises. Default: it does not.")
     tiers: Annotated[tuple[Tier, ...], ReadAs(_Tiers, ladder)] = key(
@@ -148,6 +155,13 @@ class PoolFile:
         "For the source `engine`: from which number on a client's own engine priority counts as a tier. The "
         "body's `priority` is then on that scale, not from 0 to 1.",
         {"high": 10, "normal": 5, "batch": 0},
+        is_always_read=True,
+    )
+    service_tiers: Annotated[tuple[tuple[str, int], ...], ReadAs(of.ServiceTiers | None)] = key(
+        None,
+        "For the source `service_tier`: the tiers that the values of the body's `service_tier` ask for. `auto` asks "
+        "for none unless it stands here.",
+        {"priority": "high", "default": "normal", "standard_only": "normal", "flex": "batch"},
         is_always_read=True,
     )
     endpoints: Annotated[Mapping[str, Endpoint], ReadAs(_Endpoints, new_endpoints)] = key(
@@ -325,6 +339,18 @@ class PoolFile:
             elif thresholds is not None:
                 raise ValueError("only read for the source engine; add engine to sources, or remove this")
         return tuple((least, level) for level, least in sorted((thresholds or {}).items()))
+
+    @field_validator("service_tiers")
+    @classmethod
+    def _service_tiers_fit(cls, named: dict[str, int] | None, info: ValidationInfo) -> tuple[tuple[str, int], ...]:
+        sources, tiers = info.data.get("sources"), of.tier_names(info)
+        if sources is not None and TierSource.SERVICE_TIER not in sources and named is not None:
+            raise ValueError("only read for the source service_tier; add service_tier to sources, or remove this")
+        if sources is not None and TierSource.SERVICE_TIER in sources and tiers and not (named or {}).keys() - {"auto"}:
+            mistake = "missing" if named is None else "no value but auto"
+            example = f"service_tiers: {{priority: {tiers[0]}, flex: {tiers[-1]}}}"
+            raise ValueError(f"{mistake}; the source service_tier needs it, such as {example}")
+        return tuple((named or {}).items())
 
     def rules_for(self, tokens: int | None, requests: int | None, prefill: int | None = None) -> PoolRules:
         """Rules of the tiers in a pool of a size. None is unbounded."""

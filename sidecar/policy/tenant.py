@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from fnmatch import fnmatchcase
+from typing import Annotated, NamedTuple
 
 from pydantic import ValidationInfo, field_validator
 
@@ -13,8 +14,8 @@ from sidecar.policy.declared import OrDefault, ReadAs, declared, key
 
 @dataclass(frozen=True, slots=True)
 @declared
-class Limits:
-    """A tenant's own limits. Each is unlimited if left out."""
+class AccountLimits:
+    """Limits of one account. Each is unlimited if left out."""
 
     requests_per_minute: of.RateCount | None = key(None, "Requests per minute.", 600)
     tokens_per_minute: of.RateCount | None = key(None, "Tokens per minute, prompts and answers.", "200k")
@@ -23,7 +24,6 @@ class Limits:
     )
     tokens_per_month: of.BudgetCount | None = key(None, "Tokens per calendar month, in UTC. It needs a store.", "400M")
     concurrent_requests: of.PositiveCount | None = key(None, "Requests at once, waiting or running.", 32)
-    max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 8192)
     burst_us: of.Burst = key(
         "60s",  # what a client reads out of `x-ratelimit-limit-*`: that so many may come, at once too
         "How much of its allowance may come at once: that of so long.",
@@ -45,8 +45,33 @@ class Limits:
         return self.tokens_per_day is not None or self.tokens_per_month is not None
 
 
+@dataclass(frozen=True, slots=True)
+@declared
+class Limits(AccountLimits):
+    """A tenant's own limits. Each is unlimited if left out."""
+
+    max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 8192)
+
+
 NO_LIMITS = Limits()
 """The limits of every tenant that has none."""
+
+
+class Account(NamedTuple):
+    """An account that a request is charged to: its tenant's own, or one beside it. It is charged to all or to none.
+
+    A tenant's own account has the tenant's name. One beside it has more after that, and a space between them, which no
+    tenant's name has: such as `acme model llama-70b`.
+    """
+
+    name: str
+    limits: AccountLimits
+
+
+def account_text(name: str) -> str:
+    """An account as a sentence names it: `tenant acme (model llama-70b)`."""
+    tenant, _, beside = name.partition(" ")
+    return f"tenant {tenant} ({beside})" if beside else f"tenant {tenant}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +96,19 @@ class Tenant:
         is_always_read=True,
     )
     weight: of.PositiveCount = key(1, "Its share against the other tenants of its tier.", 2)
+    models: Annotated[tuple[str, ...] | None, ReadAs(of.ModelPatterns)] = key(
+        ["*"],  # a list that names none is a mistake: it may have been meant as either
+        "The models it may use, by the names that clients send; `*` is any characters. Another is a 404.",
+        ["llama-70b", "qwen*"],
+    )
     limits: Annotated[Limits, OrDefault(NO_LIMITS)] = key(None, "Its own limits. Default: none.")
     downgrade_level: of.OverLimit | None = key(
         None, "Over a limit: `reject` (the default), or {downgrade: TIER}.", name="over_limit"
     )
+
+    def may_use(self, model: str) -> bool:
+        """True if its requests may name this model. Names are compared as they are, also in their case."""
+        return self.models is None or any(fnmatchcase(model, pattern) for pattern in self.models)
 
     @field_validator("max_level")
     @classmethod

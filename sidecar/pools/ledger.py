@@ -6,7 +6,7 @@ replica's outbox until it is acknowledged. Sums are absolute, so that stating th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -49,7 +49,7 @@ class _Member:
     view_number: int = 0
     viewed_at: int = 0
     seen: int = -1
-    charged: dict[int, calls.MeterVerdict] = field(default_factory=dict)
+    charged: dict[int, Sequence[calls.MeterVerdict]] = field(default_factory=dict)
     is_line_new: bool = True
 
 
@@ -325,7 +325,8 @@ class Ledger:
         levels = state.levels
         for charge in call.charges:
             if charge.tier in levels and charge.first_call > last_number:
-                state.scheduler.tiers[levels[charge.tier]].queue.charge(charge.tenant, charge.tokens, charge.weight)
+                queue = state.scheduler.tiers[levels[charge.tier]].queue
+                queue.charge(charge.tenant, charge.tokens, charge.weight, charge.user)
         for owed in call.owes:
             if owed.tier in levels and owed.first_call > last_number:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
@@ -376,6 +377,7 @@ class Ledger:
             gain=bid.gain,
             has_returned=bid.has_returned,
             hint=bid.hint,
+            user=bid.user,
         )
         member.bids[bid.id] = ticket
         state.scheduler.add(ticket)

@@ -160,8 +160,9 @@ class Member:
         ticket = lease.ticket
         if self._near is not None and not self._bids:
             return
-        self._news.append(NewsItem(LeaseGrowth(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0)))
-        self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
+        tenant, weight, user = ticket.tenant, ticket.weight, ticket.user
+        self._news.append(NewsItem(LeaseGrowth(self._names[ticket.tier], tenant, tokens, weight, 0, user)))
+        self._bids.charge(ticket.tier, tenant, tokens, weight, user)
         self._call_by(now_us + self._lazy_us)
 
     def first_byte(self, lease: ScheduledLease, now_us: int) -> None:

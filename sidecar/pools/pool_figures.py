@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 
+from sidecar.errors import RemainingLimits
 from sidecar.events import Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
+from sidecar.policy.tenant import Account, AccountLimits
 from sidecar.pools.base import Ask, Clock, Grant, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.engine_reports import engine_figures, engine_obstacle, engine_state
 from sidecar.pools.engine_size import EngineSize
@@ -16,8 +20,10 @@ from sidecar.pools.engines import EngineFigures, EngineOffer, sum_figures
 from sidecar.pools.guards import GuardFigures
 from sidecar.pools.ledger_link import Link
 from sidecar.pools.ledger_rules import new_ticket
+from sidecar.pools.limits import metered, remaining
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import MemberMode
+from sidecar.pools.meter import Judged
 from sidecar.pools.pool_requests import PoolRequests
 from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_words, pool_state
 from sidecar.pools.store_status import StoreStatus
@@ -26,6 +32,8 @@ from sidecar.pools.wanted import Demand, demand
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 from sidecar.scheduling.guarded import largest_share
 
+RECENT_US = 600_000_000
+"""Ten minutes: a busy hour says nothing of the next one, and a slow tier admits few requests in less."""
 LONGEST_EXPECTED_S = 3600.0
 """A longer wait is not foreseen: a queue that has hardly moved lately says nothing."""
 
@@ -43,6 +51,9 @@ class ReportedPool:
     _watch: StoreWatch
     _size: EngineSize | None
     _has_names: bool
+    _questions: dict[int, asyncio.Future[Judged | None]]
+    _ids: count[int]
+    _run: Callable[[], None]
     _offers: Sequence[EngineOffer] = ()
     _paused: str | None = None
     _blocked_us = 0
@@ -66,6 +77,11 @@ class ReportedPool:
         wait_s = (own + 1) / per_second if per_second > 0 else math.inf
         ahead = own + sum(map(requests.queued, range(tier)))
         return QueueStanding(ahead, wait_s if wait_s <= LONGEST_EXPECTED_S else None)
+
+    def longest_wait_us(self, tier: int) -> int:
+        """The longest wait of the requests of a tier that this process admitted lately; 0 where none waited."""
+        since_us = self.now_us() - RECENT_US
+        return max((wait_us for at_us, wait_us in self._requests.recent[tier] if at_us >= since_us), default=0)
 
     def tenant_use(self, tenant: str) -> TenantUse:
         """Present use by a tenant's requests of this process. Costs as much as this process has requests."""
@@ -196,6 +212,23 @@ class ReportedPool:
             both = zip(usage, elsewhere, strict=True)
             usage = [TierUsage(*own[:2], own[2] + other[0], own[3] + other[1]) for own, other in both]
         return demand(rules, usage, self.guards())
+
+    async def allowance(self, tenant: str, limits: AccountLimits) -> RemainingLimits | None:
+        """Rest of a tenant's limits, in all processes that share the pool. None where that is not known now."""
+        self._run()
+        if self._member.mode is not MemberMode.SHARED:
+            return None
+        number = next(self._ids)
+        judged = self._questions[number] = asyncio.get_running_loop().create_future()
+        asked = metered(number, Account(tenant, limits), 0, charges=False)
+        self._member.meter.ask([asked], None, self.now_us())
+        self._run()
+        try:
+            verdict = await judged
+        finally:
+            del self._questions[number]
+            self._member.meter.give_up(number)
+        return None if verdict is None else remaining(verdict)
 
     async def share(self, report: bytes) -> Mapping[str, PeerReport]:
         """Leaves `report` to the other replicas of this pool, and returns what each of them has left, by name.

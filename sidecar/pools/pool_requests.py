@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -10,6 +11,7 @@ from sidecar.errors import QueueFull
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Grant, Lease, TenantUse
 from sidecar.pools.elsewhere import ServedElsewhere
+from sidecar.pools.ledger_rules import new_ticket
 from sidecar.pools.member import ANSWER_WITHIN_US
 from sidecar.pools.member_events import MemberMode
 from sidecar.pools.queue_places import QueuePlaces
@@ -18,9 +20,15 @@ from sidecar.pools.waits import NONE_AHEAD, Waits
 from sidecar.scheduling.tickets import ScheduledLease as Held
 from sidecar.scheduling.tickets import Ticket
 
+RECENT = 64
+"""Requests of a tier whose waits say how long one takes there: a batch of an engine, and more."""
+
 
 class PoolRequests:
-    """Of a pool with tiers of these names. Some that are neither held nor in `waiting` are just entering."""
+    """Of a pool with tiers of these names. Some that are neither held nor in `waiting` are just entering.
+
+    `recent` has of each tier when the latest that waited were admitted, and after how long a wait in that tier.
+    """
 
     def __init__(self, sizes: SizeLimits, names: Sequence[str]) -> None:
         self.places = QueuePlaces(sizes, len(names))
@@ -30,6 +38,7 @@ class PoolRequests:
         self._waits = Waits(names)
         self._tenants = [TenantPlaces() for _ in names]
         self._queued_tokens = [0] * len(names)
+        self.recent = [deque[tuple[int, int]](maxlen=RECENT) for _ in names]
 
     def __getitem__(self, ticket: Ticket) -> Lease:
         return self._all[ticket.number]
@@ -86,6 +95,8 @@ class PoolRequests:
         if lease.is_entering and lease.is_prompt and now_us < lease.since_us + ANSWER_WITHIN_US:
             self._waits.has_not_waited(lease, now_us)
         grant = self._waits.so_far(lease, level, now_us, passed)
+        if grant.queue_wait_us:
+            self.recent[lease.tier].append((now_us, min(grant.queue_wait_us, now_us - lease.rose_us)))
         self.stops_waiting(lease)
         self._waits.admitted(lease, now_us)
         self.places.drain_rates[lease.tier].admitted(now_us)
@@ -102,6 +113,16 @@ class PoolRequests:
         self._waits.came_back(lease, now_us, is_overtaken=is_overtaken)
         self.waiting[lease.id] = lease
         self._queued_tokens[lease.tier] += lease.ticket.tokens
+
+    def rises(self, lease: Lease, ask: Ask, now_us: int) -> None:
+        """A waiting request leaves its place for one in the queue of the tier of `ask`. It waits on as before."""
+        ticket = new_ticket(ask, lease.id, lease.entered_us)
+        ticket.has_returned = lease.ticket.has_returned  # then its tenant is not charged again
+        self.stops_waiting(lease)
+        self._waits.leaves_tier(lease)
+        self.places.keep_promise(ask)
+        lease.ask, lease.ticket, lease.rose_us = ask, ticket, now_us
+        self.begins_to_wait(lease)
 
     def size_now(self, ticket: Ticket) -> None:
         """A waiting request is about to be shown to the ledger: more may be known of it than when it came."""
@@ -132,9 +153,11 @@ class PoolRequests:
 
     # -- places in the queues
 
-    def find_place(self, ask: Ask, most: int, now_us: int) -> Lease | None:
+    def find_place(self, ask: Ask, now_us: int) -> Lease | None:
         """The request that has to give its place, None where one is free. Raises QueueFull where there is neither."""
-        tenants, queued = self._tenants[ask.tier], self.queued(ask.tier)
+        tenants, queued, most = self._tenants[ask.tier], self.queued(ask.tier), self._sizes.places(ask.tier)
+        if most is None:
+            return None
         if queued < most:
             promised = self.places.promised(ask, queued, now_us)
             if promised is None or tenants.is_within_share(ask.tenant, ask.weight, most, promised):

@@ -54,6 +54,10 @@ class Waits:
         """A request waits, behind all that came before."""
         self._waiting[lease.tier][lease.id] = lease
 
+    def leaves_tier(self, lease: Lease) -> None:
+        """A waiting request is about to wait in another tier. It is as overtaken as it was."""
+        del self._waiting[lease.tier][lease.id]
+
     def admitted(self, lease: Lease, now_us: int) -> None:
         """A request enters an engine."""
         self.ended(lease)
@@ -125,9 +129,10 @@ class Waits:
         return Grant(now_us, now_us - lease.since_us, starvation_us, overtaken_us, ahead, level, passed)
 
     def oldest(self, tier: int) -> Lease | None:
-        """The request of a tier that came first, of those that wait."""
+        """The request of a tier that came first, of those that wait and are not deferred."""
         waiting = self._waiting[tier]
-        return waiting[min(waiting)] if waiting else None
+        first = min((number for number, lease in waiting.items() if not lease.ask.is_deferred), default=None)
+        return None if first is None else waiting[first]
 
     def queued(self, tier: int) -> int:
         """How many requests of a tier wait."""

@@ -43,6 +43,24 @@ HASH = "sha256:" + "0" * 64
             "{sources: [engine], engine_levels: {high: 5, bach: 9}}",
             'engine_levels.bach: "bach" is no tier; did you mean "batch"?',
         ),
+        (
+            "sources: [service_tier]",
+            "service_tiers: missing; the source service_tier needs it, such as service_tiers: {priority: high, flex: ",
+        ),
+        (
+            "service_tiers: {priority: high}",
+            "service_tiers: only read for the source service_tier; add service_tier to sources, or remove this",
+        ),
+        *(
+            (f"{{sources: [service_tier], service_tiers: {written}}}", wrong)
+            for written, wrong in (
+                ("{flex: bach}", 'service_tiers.flex: "bach" is no tier; did you mean "batch"?'),
+                ("{auto: high}", "service_tiers: no value but auto; the source service_tier needs it, such as "),
+                ("{two words: high}", 'service_tiers.two words: "two words" is not a value of service_tier; '),
+                ("{}", "service_tiers: not a mapping with something in it; write {priority: high, default: normal, "),
+                ("{flex: high, flex: batch}", "service_tiers.flex: "),
+            )
+        ),
         ("aging: {promote_after: 0s, ceiling: high}", 'aging.promote_after: "0s" is no time at all; '),
         ("aging: {ceiling: high}", "aging.promote_after: missing; write promote_after: 5m"),
         ("aging: 5m", "aging: a single value where a mapping belongs; write a mapping with promote_after, ceiling"),
@@ -110,6 +128,12 @@ def test_a_wrong_line_says_what_would_be_right(tmp_path: Path, line: str, said: 
             "{normal: {slo: {ttft: 1s, tpot: 60ms}, gain: {weight: 1001}}}",
             "tiers.normal.gain.weight: 1001 is too large; weights count beside each other: write 1 to 1000",
         ),
+        (
+            "{normal: {queue: {max_wait: 30m, max_deadline: 30m}}}",
+            "tiers.normal.queue.max_deadline: not longer than `max_wait`, for which any request may wait; write ",
+        ),
+        ("{normal: {queue: {max_deadline: 24}}}", 'tiers.normal.queue.max_deadline: "24" is not a duration; write '),
+        ("{normal: {queue: {max_deadline: 0s}}}", 'tiers.normal.queue.max_deadline: "0s" is no time at all; write a '),
         (
             "{normal: {slo: {ttft: 1s, hold: 97%}}, batch: {}}",
             "tiers.normal.slo.hold: a tier is held to its time to a first token and its time per token: write `ttft` ",
