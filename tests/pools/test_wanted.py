@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sidecar.errors import TenantLimit
 from sidecar.policy.rules import UNLIMITED, Shares, pool_rules
-from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant import Account, Limits
 from sidecar.pools import Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 from sidecar.pools.guards import GuardFigures
@@ -159,7 +159,7 @@ async def test_an_engine_counts_whole_while_it_is_ready_and_not_at_all_while_it_
 @pytest.mark.anyio
 async def test_what_a_tenants_own_limit_refuses_wants_nothing() -> None:
     pool = Pool(simple(tokens=100), Clock())
-    limited = msgspec.structs.replace(ask(), limits=Limits(concurrent_requests=1))
+    limited = msgspec.structs.replace(ask(), accounts=(Account("t", Limits(concurrent_requests=1)),))
     await pool.enter(limited)
     with pytest.raises(TenantLimit):
         await pool.enter(limited)
