@@ -101,12 +101,7 @@ CALLED_FOR = {
 """The alerts that this overload must raise, each with its tier. It goes on until they fire."""
 
 
-NOW_AND_THEN = (
-    "admission_abandoned_total",
-    "admission_clamped_total",
-    "admission_downgraded_total",
-    "admission_risen_total",
-)
+NOW_AND_THEN = ("admission_abandoned_total", "admission_clamped_total", "admission_downgraded_total")
 
 
 @dataclass(frozen=True)
