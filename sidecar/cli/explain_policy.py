@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from sidecar.admission.intake import RequestIntake, SizedRequest, counted, sized_for
 from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
-from sidecar.admission.request_path import find_endpoint
+from sidecar.admission.request_path import find_endpoint, is_model_list
 from sidecar.admission.turn import Turn, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
@@ -30,7 +30,6 @@ from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
-from sidecar.fleet.model_list import is_model_list
 from sidecar.identity.classify import Asked, Classification, SourceAnswer, api_key
 from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
