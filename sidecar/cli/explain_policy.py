@@ -196,7 +196,10 @@ class RequestExplanation:
             return f"the gateway's {gateway.tenant_header.decode('ascii')}"
         if key is None:
             return "no API key"
-        return "its token" if digest(key) not in self._policy.tenants else "its API key"
+        holder = self._policy.tenants.get(digest(key))
+        if holder is None:
+            return "its token"
+        return "its API key" if holder.key_name is None else f"its API key {holder.key_name}"
 
     def _tenant(self, tenant: Tenant, by: str) -> Found:
         return {

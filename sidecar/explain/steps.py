@@ -72,7 +72,7 @@ def _who(story: Explanation) -> Iterator[Step]:
     lowered = (
         f"; {asked.downgraded_from} within its tenant's limits, which it was over" if asked.downgraded_from else ""
     )
-    yield Step("asked by", f"tenant {asked.tenant}")
+    yield Step("asked by", f"tenant {asked.tenant}{_with_key(asked.key)}")
     yield Step("tier", f"{asked.tier}, by {_SOURCES.get(asked.source, asked.source)}{clamped}{lowered}")
     model = "" if asked.model is None else f" of {asked.model}"
     kind = f"{asked.api}{model}, {'streamed' if asked.stream else 'not streamed'}"
@@ -90,7 +90,11 @@ def _asker_before_tier(story: Explanation) -> str:
     tenant, tier = story.refused.tenant, story.refused.tier
     if tenant is None:
         return "not known: it ended before its key was known"
-    return f"tenant {tenant}, tier {tier}; it ended before it entered the pool"
+    return f"tenant {tenant}{_with_key(story.refused.key)}, tier {tier}; it ended before it entered the pool"
+
+
+def _with_key(name: str | None) -> str:
+    return "" if name is None else f" with key {name}"
 
 
 _SOURCES = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta, timezone
 from enum import Enum
 from fractions import Fraction
 from functools import partial
@@ -29,7 +30,7 @@ from sidecar.policy import units
 from sidecar.policy.choices import Learn, TierSource
 from sidecar.policy.declared import context
 from sidecar.policy.keys import read_hash
-from sidecar.policy.problems import printable, quoted, suggestion, unknown
+from sidecar.policy.problems import masked, printable, quoted, suggestion, unknown
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
 
@@ -55,6 +56,8 @@ _URL_PATH = re.compile(r"/[!-~]*")
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # no #, / or colon: it goes into ids, paths and labels
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,199}")  # no braces: it goes into a Redis hash tag
+_DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
+_MOMENT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(Z|[+-]\d\d:\d\d)", re.ASCII)
 _HOST = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?"
 _SERVICE = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
 _SRV = re.compile(rf"_[A-Za-z0-9-]{{1,62}}\._(tcp|udp)\.{_HOST}", re.ASCII)
@@ -130,6 +133,7 @@ def _at_most(reader: Callable[[object], N], most: float, message: str) -> Callab
 
 _tier_name = _match("a tier's name", _TIER_NAME, "write up to 40 of a-z, 0-9, - and _, a letter first", like="batch")
 _tenant_name = _match("a tenant's name", _TENANT_NAME, "write up to 100 of A-Z, a-z, 0-9 and . _ @ -", like="acme")
+_key_name = _match("a key's name", _TENANT_NAME, "write up to 100 of A-Z, a-z, 0-9 and . _ @ -", like="ci")
 _header_name = _match(
     "a header's name", _HEADER_NAME, "write letters, digits and dashes, such as x-priority", like="x-priority"
 )
@@ -201,6 +205,29 @@ def _tenant(value: object) -> str:
     if value == ANONYMOUS:
         raise ValueError('"anonymous" stands for requests without a key; write another name')
     return _tenant_name(value)
+
+
+def _public_name(value: object) -> str:
+    name = _key_name(value)
+    if masked(name) != name:
+        raise ValueError("looks like a key, and logs show names; write one such as ci, and never the key itself")
+    return name
+
+
+def expiry_s(value: object) -> int:
+    """The Unix time from which a key no longer counts: after a day, in UTC, or at a time with its zone."""
+    written = value.text if isinstance(value, units.Ambiguous) else units.text(value, "a day", "2027-01-31")
+    try:
+        if _DAY.fullmatch(written):
+            end = datetime.fromisoformat(written).replace(tzinfo=timezone.utc) + timedelta(days=1)
+        elif _MOMENT.fullmatch(written):
+            end = datetime.fromisoformat(written.replace("Z", "+00:00"))
+        else:
+            raise ValueError
+        return int(end.timestamp())
+    except (ValueError, OverflowError):
+        wanted = 'write its last day, such as 2027-01-31, or "2027-01-31T18:00:00+01:00"'
+        raise ValueError(f"{quoted(written)} is no day, and no time with its zone; {wanted}") from None
 
 
 def _over_limit(value: object, info: ValidationInfo) -> int | None:
@@ -513,10 +540,10 @@ SourceList = Annotated[
     listed("[body, header, endpoint, key]"),
     AfterValidator(distinct),
 ]
-KeyHashes = Annotated[
-    tuple[Annotated[str, Reads(read_hash, schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$"))], ...],
-    listed('keys: ["sha256:..."] as `sidecar keys new` prints it', or_empty=True),
-]
+KEY_HASH = schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$")
+KeyHash = Annotated[str, Reads(read_hash, KEY_HASH)]
+KeyName = Annotated[str, Reads(_public_name, schema("A name.", pattern=f"^{_TENANT_NAME.pattern}$"))]
+Expiry = Annotated[int, Reads(expiry_s, schema("A day, or a time with its zone."))]
 Thresholds = Annotated[
     dict[Level, Annotated[float, Reads(units.number, {"type": "number"})]],
     mapped("{high: 10, normal: 5, batch: 0}"),

@@ -42,10 +42,10 @@ def is_forced(environment: Mapping[str, str]) -> bool:
 class Policy(PoolFile):
     """Everything the operator decided, as one immutable value: the keys of the pool's file, and what comes of them.
 
-    `tenants` maps the lower-case hex SHA-256 digest of an API key to its tenant; `keyless` are the tenants that have
-    none. `generation` is a short digest of the files' contents. `rules` bound only what the policy does where the
-    engine says how large the pool is: `rules_for` gives the rules of a size. With engines they are those of the sum of
-    their written capacities.
+    `tenants` maps the lower-case hex SHA-256 digest of an API key to its tenant, as it asks with that key; `keyless`
+    are the tenants that have none. `generation` is a short digest of the files' contents. `rules` bound only what the
+    policy does where the engine says how large the pool is: `rules_for` gives the rules of a size. With engines they
+    are those of the sum of their written capacities.
     """
 
     rules: PoolRules
@@ -84,7 +84,7 @@ class Policy(PoolFile):
     def named(self) -> Mapping[str, Tenant]:
         """All tenants by their names, with API keys or without. Made once: there may be 10,000."""
         if not self._named:
-            self._named.update({tenant.name: tenant for tenant in (*self.tenants.values(), *self.keyless)})
+            self._named.update({tenant.name: tenant.whole for tenant in (*self.tenants.values(), *self.keyless)})
         return self._named
 
     def of_engines(self, engines: Sequence[EngineAddress]) -> Policy:
