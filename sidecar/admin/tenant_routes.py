@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute
 from sidecar.admin.answers import RefusedByPage, flag, json_answer
 from sidecar.admin.operations import routes_for
 from sidecar.policy.stored_tenants import MOST_RECORD_BYTES, InvalidTenant
-from sidecar.policy.tenant import UnknownKey
+from sidecar.policy.tenant_keys import UnknownKey
 from sidecar.pools.base import StoreError
 from sidecar.tenants.records import ChangeRefused, RefusedChange
 from sidecar.tenants.registry import InFiles, StoredTenantsRegistry, TenantRow

@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 from starlette.types import Message, Scope
 
+from sidecar.admission.deadline import DEADLINE_HEADER, asked_deadline_us, latest_deadline_us
 from sidecar.admission.policy_snapshot import KEY_HEADERS, PolicySnapshot
 from sidecar.admission.via import refuse_loop
 from sidecar.apis import Api
@@ -41,7 +42,7 @@ from sidecar.policy.choices import Background, Unsized
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
-from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant import Account, Tenant
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask, Pool
 from sidecar.scheduling.tickets import TicketGain
@@ -84,10 +85,12 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     none. `expected` is what it is expected to use, None before it enters the pool and where nothing is learned.
     `stripped` names the client's headers that must not be forwarded, `added` are headers for the engine. `output_cap`
     is the output maximum that is written into the body, because the body has none and the tenant has a limit.
-    `max_wait_s` is the longest wait that the client allows, `objective` its tier's, as the client loosens it, None
-    where its gain is not measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's.
-    `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine. The
-    body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again: `Ask.request`.
+    `max_wait_s` is the longest wait that the client allows. `deadline_us` is until when it may wait instead of its
+    tier's `max_wait`, by the pool's clock, None for a request without a deadline. `objective` is its tier's, as the
+    client loosens it, None where its gain is not measured. `gain` are its figures where the pool orders by gain. `path`
+    is the endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool
+    of one engine. The body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again:
+    `Ask.request`.
     """
 
     headers: Mapping[bytes, bytes]
@@ -108,6 +111,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     objective: Objective | None = None
     gain: TicketGain | None = None
     is_unread: bool = False
+    deadline_us: int | None = None
 
     def __hash__(self) -> int:
         """Equal when its tenant sends the same body again, while that is kept. Hardly any request is asked."""
@@ -144,10 +148,20 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
         """With the level that the pool charges, or whose queue is full."""
         return replace(self, classification=self.classification.charged(level))
 
+    def risen(self, level: int) -> SizedRequest:
+        """With the better level that it rose to."""
+        return replace(self, classification=self.classification.risen(level))
+
+    @property
+    def best_level(self) -> int:
+        """The best level that it may rise to: none above the one that it has where its tenant is over its limits."""
+        classification = self.classification
+        return classification.tenant.max_level if classification.downgraded_from is None else classification.level
+
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
-        is_counted = tenant.limits.are_counted
+        accounts = (Account(tenant.name, tenant.limits),) if tenant.limits.are_counted else ()
         return Ask(
             tier=self.classification.level,
             tenant=tenant.name,
@@ -156,16 +170,22 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
             requests=self.requests,
             request=self,
             attempt=_attempt(self.headers),
-            limits=tenant.limits if is_counted else None,
-            downgrade=tenant.downgrade_level if is_counted else None,
+            accounts=accounts,
+            downgrade=tenant.downgrade_level if accounts else None,
             prompt=0 if hits is None else min(self.prompt_tokens, most),
             hits=hits or (),
             most=most,
             gain=self.gain,
+            is_deferred=self.deadline_us is not None,
         )
 
     def longest_wait_s(self, policy: Policy) -> float | None:
-        """The longest wait in seconds: the tier's, or the client's where that is shorter. None: no limit."""
+        """The longest wait in seconds: the tier's, or the client's where that is shorter. None: no limit.
+
+        The tier's does not count where the request has a deadline.
+        """
+        if self.deadline_us is not None:
+            return self.max_wait_s
         waits_s = (self.max_wait_s, policy.tiers[self.classification.level].queue.max_wait_s)
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
@@ -205,6 +225,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     _size: int = 0
     is_whole: bool = False
     trace: Callable[[Asked, Tenant], None] | None = None
+    _deadline_us: int | None = None
 
     def check_head(self, pairs: Headers, scope: Scope) -> None:
         """Checks the way here, the key and the declared length, before a byte of the body is read.
@@ -217,10 +238,13 @@ class RequestIntake(msgspec.Struct, eq=False):
             refuse_loop(headers[b"via"])
         if len(headers) != len(pairs):  # one of them is given twice
             refuse_two_keys(pairs, headers, snapshot)
-            _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
+            once = snapshot.policy.tier_header, MAX_WAIT_HEADER, DEADLINE_HEADER, *SLO_HEADERS
+            _refuse_two_values(pairs, once)
         self.tenant = tenant = snapshot.classifier.tenant(headers, scope, pairs)
         if tenant is snapshot.policy.anonymous:
             self._unread_keys = snapshot.classifier.unread(headers, scope.get("query_string", b""))
+        if DEADLINE_HEADER in headers:
+            self._deadline_us = asked_deadline_us(headers[DEADLINE_HEADER], self._received_us)
         if CONTENT_ENCODING in headers and not self._is_upload:
             from sidecar.payload.content_codings import packed_body
 
@@ -333,6 +357,12 @@ class RequestIntake(msgspec.Struct, eq=False):
         if objective is not None and not headers.keys().isdisjoint(SLO_HEADERS):
             objective, ignored = asked_slo(headers, objective)
             classification = classification.ignoring(ignored)
+        deadline_us = asked_us = self._deadline_us
+        if asked_us is not None:
+            deadline_us = latest_deadline_us(policy, classification.level, asked_us, self._received_us)
+            if deadline_us != asked_us:
+                classification = classification.ignoring((DEADLINE_HEADER.decode(),))
+            objective = None  # it waits for as long as it may: that is no miss of its tier's `slo`
         self.classification = classification
         added = snapshot.credentials.added
         return SizedRequest(
@@ -351,6 +381,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             max_wait_s=_asked_wait_s(headers),
             objective=objective,
             is_unread=is_unread,
+            deadline_us=deadline_us,
         )
 
 

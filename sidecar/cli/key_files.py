@@ -24,7 +24,8 @@ from sidecar.policy.compiler import Loaded
 from sidecar.policy.declared import Context
 from sidecar.policy.problems import dotted
 from sidecar.policy.source import LOADER, read
-from sidecar.policy.tenant import Tenant, TenantKey, UnknownKey, find_key
+from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import TenantKey, UnknownKey, find_key
 from sidecar.policy.validate import read_record
 
 

@@ -20,7 +20,8 @@ from sidecar.policy.fleet import FleetPolicy
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.policy.store import StoreAddress
-from sidecar.policy.tenant import Tenant, TenantKey
+from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import TenantKey
 from sidecar.policy.tier import Aging
 
 MOST_NAMED = 20
@@ -105,6 +106,8 @@ class _Telling:
             return "all"
         if name == "engine_levels":
             return _value(name, tuple(f"{self._after.tiers[level].name} {least:g}" for least, level in value))
+        if name == "service_tiers":
+            return _value(name, tuple(f"{name} {self._after.tiers[level].name}" for name, level in value))
         if isinstance(value, Aging):
             return f"{policy_duration(value.promote_after_us / 1e6)} up to {self._before.tiers[value.ceiling].name}"
         return _value(name, value)

@@ -1,26 +1,21 @@
-"""Tenants of the policy, in a file of their own or in the store, and their API keys."""
+"""Tenants of the policy, in a file of their own or in the store."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, GetJsonSchemaHandler, ValidationInfo, field_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import ValidationInfo, field_validator
 
 from sidecar.policy import fields as of
 from sidecar.policy.declared import OrDefault, ReadAs, declared, key, values
-from sidecar.policy.keys import PREFIX, read_hash
-from sidecar.policy.problems import quoted
+from sidecar.policy.tenant_keys import TenantKey, TenantKeys
 
 
 @dataclass(frozen=True, slots=True)
 @declared
-class Limits:
-    """A tenant's own limits. Each is unlimited if left out."""
+class AccountLimits:
+    """Limits of one account. Each is unlimited if left out."""
 
     requests_per_minute: of.RateCount | None = key(None, "Requests per minute.", 600)
     tokens_per_minute: of.RateCount | None = key(None, "Tokens per minute, prompts and answers.", "200k")
@@ -29,7 +24,6 @@ class Limits:
     )
     tokens_per_month: of.BudgetCount | None = key(None, "Tokens per calendar month, in UTC. It needs a store.", "400M")
     concurrent_requests: of.PositiveCount | None = key(None, "Requests at once, waiting or running.", 32)
-    max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 8192)
     burst_us: of.Burst = key(
         "60s",  # what a client reads out of `x-ratelimit-limit-*`: that so many may come, at once too
         "How much of its allowance may come at once: that of so long.",
@@ -51,90 +45,33 @@ class Limits:
         return self.tokens_per_day is not None or self.tokens_per_month is not None
 
 
+@dataclass(frozen=True, slots=True)
+@declared
+class Limits(AccountLimits):
+    """A tenant's own limits. Each is unlimited if left out."""
+
+    max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 8192)
+
+
 NO_LIMITS = Limits()
 """The limits of every tenant that has none."""
 
 
-_DAY_S = 24 * 3600
-_LEAST_DIGITS = 8
-"""Of a hash that stands for its key: the keys of a tenant hardly share so many."""
+class Account(NamedTuple):
+    """An account that a request is charged to: its tenant's own, or one beside it. It is charged to all or to none.
+
+    A tenant's own account has the tenant's name. One beside it has more after that, and a space between them, which no
+    tenant's name has: such as `acme model llama-70b`.
+    """
+
+    name: str
+    limits: AccountLimits
 
 
-@dataclass(frozen=True, slots=True)
-@declared
-class TenantKey:
-    """One API key of a tenant. Its hash alone may be written in place of the mapping."""
-
-    digest: of.KeyHash = key(..., "Its hash, from `sidecar keys new`.", "sha256:...", name="hash")
-    name: of.KeyName | None = key(None, "Its name in the log, in spans and in `sidecar keys list`.", "ci")
-    expires_s: of.Expiry | None = key(
-        None,
-        "Its last day, which ends at midnight in UTC, or the time of its end, with a zone. Default: it has no end.",
-        "2027-01-31",
-    )
-    level: of.Level | None = key(
-        None,
-        "The tier of its requests that name none, up to the tenant's `max_tier`. Default: the tenant's `tier`.",
-        "batch",
-        name="tier",
-    )
-
-    @property
-    def title(self) -> str:
-        """Its name, or the beginning of its hash."""
-        return self.name or f"{PREFIX}{self.digest[:12]}"
-
-    @property
-    def last(self) -> str | None:
-        """The last day on which it counts, in UTC, or the time from which it does not; None where it has no end."""
-        if self.expires_s is None:
-            return None
-        if self.expires_s % _DAY_S == 0:
-            return datetime.fromtimestamp(self.expires_s - _DAY_S, timezone.utc).date().isoformat()
-        return datetime.fromtimestamp(self.expires_s, timezone.utc).isoformat().replace("+00:00", "Z")
-
-
-class UnknownKey(LookupError):
-    """A tenant has no such key, or several; the message says what would be right."""
-
-
-def find_key(keys: Sequence[TenantKey], called: str) -> TenantKey:
-    """The key of a name, or whose hash begins so. Raises UnknownKey."""
-    digits = called.lower().removeprefix(PREFIX)
-    named = [one for one in keys if one.name == called]
-    found = named or [one for one in keys if len(digits) >= _LEAST_DIGITS and one.digest.startswith(digits)]
-    if len({one.digest for one in found}) == 1:
-        return found[0]
-    if found:
-        raise UnknownKey(f"the hashes of {len(found)} keys begin with {quoted(called)}; write more of it")
-    raise UnknownKey(f"no key is called {quoted(called)}, and no hash begins so; `sidecar keys list` has them")
-
-
-class _HashToo:
-    """Marks a key in whose place its hash may stand."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"anyOf": [dict(of.KEY_HASH), handler(core)]}
-
-
-def _as_key(written: object) -> object:
-    return written if isinstance(written, dict | TenantKey) else TenantKey(read_hash(written))
-
-
-def _named_once(keys: tuple[TenantKey, ...]) -> tuple[TenantKey, ...]:
-    names: set[str] = set()
-    for one in dict.fromkeys(keys):  # one that stands there twice is another mistake
-        if one.name in names:
-            raise ValueError(f"two keys are called {quoted(one.name)}; give each a name of its own")
-        names |= {one.name} if one.name else set()
-    return keys
-
-
-_Keys = Annotated[
-    tuple[Annotated[TenantKey, BeforeValidator(_as_key), _HashToo()], ...],
-    of.listed('keys: ["sha256:..."] as `sidecar keys new` prints it', or_empty=True),
-    AfterValidator(_named_once),
-]
+def account_text(name: str) -> str:
+    """An account as a sentence names it: `tenant acme (model llama-70b)`."""
+    tenant, _, beside = name.partition(" ")
+    return f"tenant {tenant} ({beside})" if beside else f"tenant {tenant}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +80,7 @@ class Tenant:
     """One tenant: who it is, and what it may ask for."""
 
     name: of.TenantName = key(..., "The tenant's name, unique in the pool.", "acme", name="tenant")
-    keys: _Keys | None = key(
+    keys: TenantKeys | None = key(
         None,
         "Hashes of its API keys, from `sidecar keys new`, or mappings with more about each. May be left out where the "
         "pool's file has `jwt` or `gateway`; `[]` where the app names the tenant.",

@@ -17,7 +17,8 @@ from sidecar.policy.fleet_warnings import fleet_warnings
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import FilePlace, Found, Path, Problem, dotted
 from sidecar.policy.rules import MOST_EXCESS, UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
-from sidecar.policy.tenant import Limits, TenantKey
+from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant_keys import TenantKey
 from sidecar.policy.tier import Tier, Timeouts
 
 MOSTLY_RESERVED = Fraction(80, 100)

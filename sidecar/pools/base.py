@@ -11,7 +11,7 @@ import msgspec
 
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
 from sidecar.events import Placed
-from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant import Account
 from sidecar.scheduling.tickets import ScheduledLease as Held
 from sidecar.scheduling.tickets import Ticket, TicketGain
 
@@ -37,8 +37,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
 
     The hash of `request` is equal when a client sends the same request again, and almost never for another one.
     `attempt` is the client's own count of how often it has sent it before, None where it does not say.
-    `limits` are its tenant's, None where nothing of it is counted. A request over them falls to the level `downgrade`,
-    or is refused where that is None.
+    It is charged to its `accounts`, to all or to none: its tenant's, and those beside it. A request over the limits of
+    one falls to the level `downgrade`, or is refused where that is None.
 
     `most` are the tokens that the request may use in all, 0 for as many as `tokens`. The size limit of its tier and its
     tenant's limits count them; everything else counts `tokens`.
@@ -46,7 +46,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     In a pool of several engines `prompt` are the tokens of the prompt, a part of `tokens`. `hits` are tokens of it that
     engines, by their ids, are predicted to have, at most 8 pairs; `barred` are the names of engines that broke it.
 
-    `gain` are its figures in a pool that orders by gain; None where its tier has no objectives.
+    `gain` are its figures in a pool that orders by gain; None where its tier has no objectives. One that `is_deferred`
+    has a deadline, and waits for as long as it may: no figure of its tier's waits counts it.
     """
 
     tier: int
@@ -56,13 +57,14 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     requests: int
     request: Hashable = 0
     attempt: int | None = None
-    limits: Limits | None = None
+    accounts: Sequence[Account] = ()
     downgrade: int | None = None
     prompt: int = 0
     hits: tuple[tuple[str, int], ...] = ()
     barred: tuple[str, ...] = ()
     most: int = 0
     gain: TicketGain | None = None
+    is_deferred: bool = False
 
     @property
     def charged_tokens(self) -> int:
@@ -160,8 +162,9 @@ class Lease(msgspec.Struct, eq=False):
     look at a request at once, `answered` is done as soon as it has. `is_prompt`: the replica was in its pool when it
     came. `full`: it found no place in its queue, and is refused unless its tenant's limits do so.
 
-    It has waited since `since_us`. `before`: the tokens of each tier served before it came. It is overtaken by an
-    admission of a later `id` than `after`. `admitted_tokens`: what it was admitted with last.
+    It has waited since `since_us`, and since `rose_us` in the tier that it rose to. `before`: the tokens of each tier
+    served before it came. It is overtaken by an admission of a later `id` than `after`. `admitted_tokens`: what it was
+    admitted with last.
     """
 
     _owner: Pool
@@ -181,6 +184,7 @@ class Lease(msgspec.Struct, eq=False):
     is_prompt: bool = False
     full: QueueFull | None = None
     since_us: int = 0
+    rose_us: int = 0
     before: Sequence[int] = ()
     after: int = 0
     overtaken_us: int | None = None

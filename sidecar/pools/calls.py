@@ -249,9 +249,11 @@ class LedgerRules(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Metered(msgspec.Struct, array_like=True, frozen=True):
-    """The question whether a request is within its tenant's limits. If so it is charged; else its bid is not taken.
+    """Asks whether a request is within the limits of an account. If so it is charged; else its bid is not taken.
 
-    `number` is its bid's. Without `charges` it is only a question. None: there is no such limit.
+    `number` is its bid's, `tenant` the account: its tenant's, or one beside it. Those about one request follow each
+    other: it is charged to all of its accounts, or to none. Without `charges` it is only a question. None: there is no
+    such limit.
     """
 
     number: int

@@ -6,7 +6,7 @@ replica's outbox until it is acknowledged. Sums are absolute, so that stating th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -49,7 +49,7 @@ class _Member:
     view_number: int = 0
     viewed_at: int = 0
     seen: int = -1
-    charged: dict[int, calls.MeterVerdict] = field(default_factory=dict)
+    charged: dict[int, Sequence[calls.MeterVerdict]] = field(default_factory=dict)
     is_line_new: bool = True
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits, StoreUnavailable, TenantLimit
 from sidecar.policy.size_limits import SizeLimits, requests_text
-from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant import Account, account_text
 from sidecar.pools.base import Ask
 from sidecar.pools.calls import HEARTBEAT_US, Metered
 from sidecar.pools.meter import Judged
@@ -22,14 +22,21 @@ def downgraded(ask: Ask, sizes: SizeLimits) -> Ask | None:
         return None
     tier = max(ask.tier, ask.downgrade)
     # Its figures are those of a tier that it does not have.
-    lower = msgspec.structs.replace(ask, tier=tier, limits=None, downgrade=None, gain=None)
+    lower = msgspec.structs.replace(ask, tier=tier, accounts=(), downgrade=None, gain=None)
     return None if sizes.too_large(lower) else lower
 
 
-def metered(number: int, tenant: str, tokens: int, limits: Limits, *, charges: bool) -> Metered:
-    """The question about one request for the ledger."""
+def raised(ask: Ask, tier: int, sizes: SizeLimits) -> Ask | None:
+    """The request in a more important tier; None where that could never admit it."""
+    higher = msgspec.structs.replace(ask, tier=tier, gain=None)  # that is of the tier which it leaves
+    return None if sizes.too_large(higher) else higher
+
+
+def metered(number: int, account: Account, tokens: int, *, charges: bool) -> Metered:
+    """The question about one request and one of its accounts for the ledger."""
+    limits = account.limits
     of = limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests, limits.burst_us
-    return Metered(number, tenant, tokens, charges, *of)
+    return Metered(number, account.name, tokens, charges, *of)
 
 
 def remaining(judged: Judged, *, is_downgraded: bool = False) -> RemainingLimits:
@@ -48,14 +55,15 @@ def refusal(ask: Ask, judged: Judged) -> AdmissionError:
 
     Its message names the limit, what is left of it, and when the request would fit.
     """
-    assert ask.limits is not None
-    after_us, whole = judged.verdict.after_us, ask.limits.tokens_per_minute
+    limits = next(account.limits for account in ask.accounts if account.name == judged.asked.tenant)
+    after_us, whole = judged.verdict.after_us, limits.tokens_per_minute
     after_s = None if after_us is None else after_us / 1e6
     error = TenantLimit(_sentence(judged), retry_after_s=after_s, allowance=remaining(judged))
-    if error.never_fits and whole is not None and ask.charged_tokens * UNIT <= whole * ask.limits.burst_us:
+    if error.never_fits and whole is not None and ask.charged_tokens * UNIT <= whole * limits.burst_us:
         return StoreUnavailable(
             f"the store of this pool cannot be reached, and this request ({ask.charged_tokens} tokens) does not fit "
-            f"into this replica's part of the limits of tenant {ask.tenant}; try again, or ask for less output",
+            f"into this replica's part of the limits of {account_text(judged.asked.tenant)}; try again, or ask for "
+            "less output",
             retry_after_s=HEARTBEAT_US / 1e6,
         )
     return error
@@ -63,27 +71,25 @@ def refusal(ask: Ask, judged: Judged) -> AdmissionError:
 
 def _sentence(judged: Judged) -> str:
     asked, verdict = judged
+    whose = account_text(asked.tenant)
     fits = f"fits in {(verdict.after_us or 0) / 1e6:.3f} s"
     if verdict.over is Limit.CONCURRENT:
         return (
-            f"tenant {asked.tenant} has {requests_text(asked.concurrent)} waiting or running, which is its "
+            f"{whose} has {requests_text(asked.concurrent)} waiting or running, which is its "
             "limit of concurrent requests; try again when one of them has ended"
         )
     if verdict.over is Limit.REQUESTS:
-        return (
-            f"tenant {asked.tenant} is over its limit of {asked.requests_per_minute:,} requests per minute; "
-            f"the next one {fits}"
-        )
+        return f"{whose} is over its limit of {asked.requests_per_minute:,} requests per minute; the next one {fits}"
     charged = f"{asked.tokens:,} tokens (prompt and maximum output)"
     limit = f"{asked.tokens_per_minute:,} tokens per minute"
     if verdict.after_us is None:
         most = (asked.tokens_per_minute or 0) * asked.burst_us // UNIT
         return (
-            f"this request counts for {charged}, and the limit of tenant {asked.tenant}, {limit}, lets {most:,} "
+            f"this request counts for {charged}, and the limit of {whose}, {limit}, lets {most:,} "
             "through at once; shorten the prompt or ask for less output"
         )
     left = 0 if verdict.tokens is None else verdict.tokens[0]
     return (
-        f"tenant {asked.tenant} is over its limit of {limit}: {left:,} are left, and this request counts for "
+        f"{whose} is over its limit of {limit}: {left:,} are left, and this request counts for "
         f"{charged}; it {fits}, a smaller one sooner"
     )

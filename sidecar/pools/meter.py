@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import msgspec
@@ -14,25 +14,36 @@ from sidecar.pools.bids import Bids
 from sidecar.pools.calls import BIDS_SHOWN, Call, ChargeSettled, Metered, MeterVerdict, Running
 from sidecar.pools.ledger import Ledger
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.rate_limit import Charge
+from sidecar.scheduling.rate_limit import FULLEST, Charge
 from sidecar.scheduling.tickets import Ticket
 
 
 class Judged(NamedTuple):
     """The verdict on a request, by the limits that it was asked about: those of the replica's part while it is alone.
 
-    One that is refused does not wait any more.
+    Of several accounts that of the first; one that is refused is judged by the limit that it exceeds longest. It does
+    not wait any more.
     """
 
     asked: Metered
     verdict: MeterVerdict
 
+    @property
+    def exceeds_us(self) -> int:
+        """For how long it exceeds a limit; -1 where it exceeds none."""
+        if self.verdict.over is None:
+            return -1
+        return FULLEST if self.verdict.after_us is None else self.verdict.after_us
+
 
 @dataclass
 class _Question:
-    """`ticket` is that of the request, None where nothing is to be charged. It waits from when the question is sent."""
+    """One question for each account of a request.
 
-    asked: Metered
+    `ticket` is that of the request, None where nothing is to be charged. It waits from when the question is sent.
+    """
+
+    asked: Sequence[Metered]
     ticket: Ticket | None
     is_sent: bool = False
 
@@ -54,7 +65,7 @@ class Meter:
     def __init__(self, bids: Bids, call_by: Callable[[int], None], lazy_us: int) -> None:
         self._bids, self._call_by, self._lazy_us = bids, call_by, lazy_us
         self._questions: dict[int, _Question] = {}
-        self._charges: dict[int, tuple[Charge, Ledger | None]] = {}
+        self._charges: dict[int, tuple[Sequence[Charge], Ledger | None]] = {}
         self._running = Counter[str]()
         self._fallen: set[str] = set()
         self._ended: list[_Ended] = []
@@ -74,9 +85,9 @@ class Meter:
         """True if nothing is asked, and nothing is to be sent."""
         return not self.has_questions and not self.has_news
 
-    def ask(self, asked: Metered, ticket: Ticket | None, now_us: int) -> None:
-        """A request came. Its ticket is not to wait before."""
-        self._questions[asked.number] = _Question(asked, ticket)
+    def ask(self, asked: Sequence[Metered], ticket: Ticket | None, now_us: int) -> None:
+        """A request came, with a question for each of its accounts. Its ticket is not to wait before."""
+        self._questions[asked[0].number] = _Question(asked, ticket)
         self._call_by(now_us)
 
     def give_up(self, number: int) -> bool:
@@ -86,8 +97,8 @@ class Meter:
 
     def settle(self, number: int, used: int | None, now_us: int, *, is_counted: bool, was_held: bool) -> None:
         """A request has ended. Nothing changes where it was not charged."""
-        charge, ledger = self._charges.pop(number, (None, None))
-        if charge is not None:
+        charges, ledger = self._charges.pop(number, ((), None))
+        for charge in charges:
             self._running[charge.tenant] -= 1
             used = None if used is None else max(0, min(used, UNBOUNDED))
             self._end(ChargeSettled(0, charge, used, is_counted, was_held), ledger)
@@ -114,25 +125,28 @@ class Meter:
             if question.ticket is not None and not question.is_sent:
                 self._bids.add(question.ticket)
             question.is_sent = True
-            call.metered.append(_part(question.asked, replicas))
+            call.metered += [_part(asked, replicas) for asked in question.asked]
 
     def take(self, call: Call, verdicts: list[MeterVerdict], ledger: Ledger | None = None) -> list[Judged]:
         """The verdicts of an answered call."""
         answered = range(1, call.number + 1)
         self._ended = [it for it in self._ended if it.ledger is not ledger or it.record.first_call not in answered]
         found: list[Judged] = []
-        for asked, verdict in zip(call.metered, verdicts, strict=True):
-            question, charge = self._questions.pop(verdict.number, None), verdict.charge
+        for number, group in groupby(map(Judged, call.metered, verdicts), lambda judged: judged.verdict.number):
+            judged = list(group)
+            question = self._questions.pop(number, None)
+            charges = [charge for _, verdict in judged if (charge := verdict.charge) is not None]
             if question is None:
-                if charge is not None:
+                for charge in charges:
                     self._end(ChargeSettled(0, charge, 0, is_counted=True, was_held=False), ledger)
                 continue
-            if charge is not None:
-                self._charges[verdict.number] = charge, ledger
-                self._running[asked.tenant] += 1
-            elif verdict.over is not None and question.ticket is not None:
+            worst = max(judged, key=lambda it: it.exceeds_us)
+            if charges:
+                self._charges[number] = charges, ledger
+                self._running.update(charge.tenant for charge in charges)
+            elif worst.verdict.over is not None and question.ticket is not None:
                 self._bids.drop(question.ticket)
-            found.append(Judged(asked, verdict))
+            found.append(worst)
         return found
 
 

@@ -32,7 +32,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from sidecar.errors import RemainingLimit, RemainingLimits
-from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant import AccountLimits
 
 UNIT = 60_000_000
 """Of a bucket, in one request or one token: a microsecond of one per minute is one unit."""
@@ -93,7 +93,7 @@ class _Account:
     __slots__ = ("at_us", "limits", "mean_us", "refunded", "requests", "requests_refunded", "since_us", "tokens")
 
     def __init__(self, now_us: int) -> None:
-        self.limits = Limits()
+        self.limits = AccountLimits()
         self.at_us = self.since_us = now_us
         self.requests = 0
         self.tokens = 0
@@ -130,7 +130,7 @@ class RateLimiter:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def over(self, tenant: str, limits: Limits, tokens: int, now_us: int) -> ExceededLimit | None:
+    def over(self, tenant: str, limits: AccountLimits, tokens: int, now_us: int) -> ExceededLimit | None:
         """The reason why a request of so many tokens does not conform now, None where it does. Charges nothing."""
         account = self._drained(tenant, limits, now_us)
         waits = [
@@ -141,7 +141,7 @@ class RateLimiter:
         found = [over for over in waits if over is not None]
         return max(found, key=lambda over: FULLEST if over.fits_after_us is None else over.fits_after_us, default=None)
 
-    def charge(self, tenant: str, limits: Limits, tokens: int, now_us: int) -> Charge:
+    def charge(self, tenant: str, limits: AccountLimits, tokens: int, now_us: int) -> Charge:
         """Charges a request that conforms. It ends with `correct`."""
         account = self._drained(tenant, limits, now_us)
         if limits.requests_per_minute is not None:
@@ -196,7 +196,7 @@ class RateLimiter:
         """A holder is gone, with all that it had."""
         del self._running[holder]
 
-    def allowance(self, tenant: str, limits: Limits, now_us: int) -> RemainingLimits:
+    def allowance(self, tenant: str, limits: AccountLimits, now_us: int) -> RemainingLimits:
         """Rest of a tenant's limits now."""
         account = self._drained(tenant, limits, now_us)
         return RemainingLimits(
@@ -204,7 +204,7 @@ class RateLimiter:
             _remaining(limits.tokens_per_minute, _tokens_capacity(limits), account.tokens),
         )
 
-    def _drained(self, tenant: str, limits: Limits, now_us: int) -> _Account:
+    def _drained(self, tenant: str, limits: AccountLimits, now_us: int) -> _Account:
         account = self._accounts.get(tenant)
         if account is None:
             if len(self._accounts) >= self._sweep_at:
@@ -242,11 +242,11 @@ class RateLimiter:
             account.refunded += -(-refund // UNIT)  # a part of a token counts as one: rather too little is refunded
 
 
-def _requests_capacity(limits: Limits) -> int:
+def _requests_capacity(limits: AccountLimits) -> int:
     return max(UNIT, (limits.requests_per_minute or 0) * limits.burst_us)
 
 
-def _tokens_capacity(limits: Limits) -> int:
+def _tokens_capacity(limits: AccountLimits) -> int:
     return (limits.tokens_per_minute or 0) * limits.burst_us
 
 

@@ -19,7 +19,8 @@ from sidecar.policy.model import Policy
 from sidecar.policy.problems import printable
 from sidecar.policy.reload import UsesPolicy
 from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_json, read_record, with_stored
-from sidecar.policy.tenant import Tenant, find_key
+from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import find_key
 from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
 from sidecar.tenants.records import StoredRecords

@@ -114,7 +114,7 @@ class TenantUsage:
             level = max(ask.tier, tenant.downgrade_level)
             if ask.charged_tokens <= pool.most_tokens(level):
                 # Its figures are those of a tier that it does not have.
-                return msgspec.structs.replace(ask, tier=level, limits=None, downgrade=None, gain=None)
+                return msgspec.structs.replace(ask, tier=level, accounts=(), downgrade=None, gain=None)
         raise self._refusal(tenant, over)
 
     def used_up(self, tenant: Tenant) -> TenantLimit | None:

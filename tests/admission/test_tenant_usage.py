@@ -21,7 +21,7 @@ from sidecar.cli import main
 from sidecar.errors import TenantLimit
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
-from sidecar.policy.tenant import Limits, Tenant
+from sidecar.policy.tenant import Account, Limits, Tenant
 from sidecar.pools import Ask, Pool
 from sidecar.pools.base import StoreError
 from sidecar.pools.redis.connection import StoreConnection
@@ -404,9 +404,9 @@ async def test_a_tenant_over_its_budget_falls_to_the_lower_tier_where_it_has_one
     tenant = budgeted(day=1, downgrade=3)
     assert refused(usage, tenant) is None
     usage.add("acme", "normal", "m", 1, 0)
-    ask = Ask(2, "acme", 1, 10, 1, limits=tenant.limits, downgrade=3)
+    ask = Ask(2, "acme", 1, 10, 1, accounts=(Account("acme", tenant.limits),), downgrade=3)
     lower = usage.within(ask, tenant, pool)
-    assert (lower.tier, lower.limits, lower.downgrade) == (3, None, None)
+    assert (lower.tier, lower.accounts, lower.downgrade) == (3, (), None)
     with pytest.raises(TenantLimit):  # where the lower tier could never hold it, it is over its limit
         usage.within(Ask(2, "acme", 1, 10**9, 1), tenant, pool)
 

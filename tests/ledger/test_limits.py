@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ VIEW = [EngineView("e#1", 1000, 1000, 1000, 1000, True)]
 EACH = (60, 600, 3, 60_000_000)
 AT_ONCE = (None, None, 2, 60_000_000)
 TENANTS = ("a", "b", 'an "odd" \\ one\n')
+ACCOUNTS = (*TENANTS, "a model llama/70b")
 
 
 @pytest.fixture
@@ -47,6 +50,13 @@ class Replica:
         self.asked += 1
         return Metered(self.asked, tenant, tokens, charges, *limits)
 
+    def ask_of(
+        self, accounts: Mapping[str, tuple[Any, ...]], tokens: int = 10, *, charges: bool = True
+    ) -> list[Metered]:
+        """The questions about one request."""
+        self.asked += 1
+        return [Metered(self.asked, account, tokens, charges, *limits) for account, limits in accounts.items()]
+
 
 # -- the same bytes
 
@@ -54,7 +64,7 @@ class Replica:
 def play(ledger: Any, seed: int, steps: int = 120) -> int:
     """Random calls of three replicas. Returns how many requests were refused."""
     luck, now, refused = random.Random(seed), 10**6, 0
-    limits = {tenant: random_limits(luck) for tenant in TENANTS}
+    limits = {account: random_limits(luck) for account in ACCOUNTS}
     replicas = [Replica(ledger, who) for who in ("x", "y", "z")]
     charged: dict[str, list[Any]] = {replica.who: [] for replica in replicas}
     last: dict[str, list[Metered]] = {}
@@ -62,12 +72,19 @@ def play(ledger: Any, seed: int, steps: int = 120) -> int:
         now += luck.choice([0, 1, 999, 100_000, 1_000_000, 1_800_000])
         replica = luck.choice(replicas)
         if luck.random() < 0.1:
-            limits[luck.choice(TENANTS)] = random_limits(luck)
+            limits[luck.choice(ACCOUNTS)] = random_limits(luck)
         own = charged[replica.who]
-        repeats = [] if luck.random() < 0.9 else last.get(replica.who, [])[: luck.randrange(3)]
+        before = last.get(replica.who, [])
+        repeated = {it.number for it in before[: luck.randrange(3)]}
+        repeats = [] if luck.random() < 0.9 else [it for it in before if it.number in repeated]
         asked = [
-            replica.ask(limits[tenant], luck.choice([0, 1, 10, 100, 10**9]), charges=luck.random() < 0.8, tenant=tenant)
-            for tenant in luck.choices(TENANTS, k=luck.randrange(4))
+            metered
+            for _ in range(luck.randrange(4))
+            for metered in replica.ask_of(
+                {account: limits[account] for account in luck.sample(ACCOUNTS, luck.choice([1, 1, 2, 3]))},
+                luck.choice([0, 1, 10, 100, 10**9]),
+                charges=luck.random() < 0.8,
+            )
         ]
         ended = [own.pop(luck.randrange(len(own))) for _ in range(min(len(own), luck.randrange(3)))]
         fields = {
@@ -93,6 +110,8 @@ def play(ledger: Any, seed: int, steps: int = 120) -> int:
         own += [verdict.charge for verdict in reply.verdicts if verdict.charge is not None]
         refused += sum(verdict.over is not None for verdict in reply.verdicts)
         assert [verdict.number for verdict in reply.verdicts] == [it.number for it in last[replica.who]]
+        for _, group in groupby(reply.verdicts, lambda verdict: verdict.number):
+            assert len({verdict.charge is None for verdict in group}) == 1, "charged to all accounts or to none"
     return refused
 
 
@@ -158,6 +177,7 @@ def test_both_ledgers_give_the_same_bytes_for_long(stored: StoredLedger) -> None
         ("max(UNIT, (rpm or 0) * burst)", "(rpm or 0) * burst"),
         ("- (account[A_REFUNDED] - charge[CH_REFUNDED]) * UNIT", ""),
         ("if is_statement then forgotten[who] = true end", ""),
+        ("{}, charges and not is_over", "{}, charges"),
         ("if known[verdict[1]] then settle(verdict[2], 0, true, false) end", ""),
     ),
 )
@@ -198,6 +218,23 @@ def test_three_replicas_share_a_limit_and_a_question_charges_nothing(ledger: Any
     (verdict,) = z.call(2_000, metered=[z.ask(EACH, 10)]).verdicts
     assert (verdict.over, verdict.after_us, verdict.charge) == (Limit.TOKENS, 1_000_000, None)
     assert (verdict.requests, verdict.tokens) == ((58, 2_000_000), (0, 60_000_000))
+
+
+def test_a_request_is_charged_to_all_of_its_accounts_or_to_none(ledger: Any) -> None:
+    x, y = joined(ledger, "x", "y")
+    both = {"a": (60, 600, 3, 60_000_000), "a model m": (None, 100, 2, 60_000_000)}
+    asked = [*x.ask_of(both, 60), *x.ask_of(both, 60), x.ask(both["a"], 10)]
+    bids = [Bid(10 + number, "a", "a", 10, 1, 1, 1, {}, [], 0, number) for number in (1, 2, 3)]
+    first = x.call(2_000, metered=asked, bids=bids)
+    assert verdicts(first) == [None, None, None, Limit.TOKENS, None]
+    assert [verdict.charge is None for verdict in first.verdicts] == [False, False, True, True, False]
+    assert [grant.bid for grant in first.grants] == [11, 13]
+    again = x.call(2_000, "state", metered=asked[:2])  # the answer got lost, and the client of the third left
+    assert again.verdicts == first.verdicts[:2]
+    lefts = [verdict.tokens for verdict in y.call(2_000, metered=y.ask_of(both, 0, charges=False)).verdicts]
+    assert lefts == [(540, 6_000_000), (40, 36_000_000)]
+    held = [replica.call(2_000, metered=replica.ask_of(both, 20)).verdicts[1] for replica in (x, y)]
+    assert [verdict.over for verdict in held] == [None, Limit.CONCURRENT]
 
 
 def test_a_refused_request_gets_no_engine_and_the_others_of_its_call_do(ledger: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from sidecar.errors import QueueFull, StoreUnavailable, TenantLimit
 from sidecar.policy.choices import StoreLoss
-from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant import Account, Limits
 from sidecar.pools import Ask, Pool
 from sidecar.pools.calls import ALONE_US, HEARTBEAT_US
 from tests.pools.harness import simple
@@ -23,7 +23,8 @@ LOST_S = (HEARTBEAT_US + ALONE_US) / 1e6 + 1
 
 
 def asks(limits: Limits | None, tokens: int = 10, **more: Any) -> Ask:
-    return Ask(0, "t", 1, tokens, 1, limits=limits, **more)
+    accounts = () if limits is None else (Account("t", limits),)
+    return Ask(0, "t", 1, tokens, 1, accounts=accounts, **more)
 
 
 async def joined(count: int, **more: Any) -> Replicas:

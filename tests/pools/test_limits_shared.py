@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from sidecar.errors import StoreUnavailable, TenantLimit
-from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant import Account, Limits
 from sidecar.pools import Ask
 from tests.pools.harness import simple
 from tests.pools.load import nothing_left, recovered, replicas, until
@@ -22,7 +22,7 @@ TOKENS = Limits(tokens_per_minute=600)
 
 
 def asks(limits: Limits, tokens: int = 10) -> Ask:
-    return Ask(0, "t", 1, tokens, 1, limits=limits)
+    return Ask(0, "t", 1, tokens, 1, accounts=(Account("t", limits),))
 
 
 @pytest.fixture(scope="module")

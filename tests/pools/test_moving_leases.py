@@ -9,7 +9,7 @@ import pytest
 
 from sidecar.errors import RequestTooLarge, TenantLimit
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant import Account, Limits
 from sidecar.pools import Ask, Lease, Pool
 from sidecar.pools.member import Member
 from tests.pools.conftest import in_both_orders
@@ -209,7 +209,7 @@ async def test_a_tenant_is_charged_the_most_and_then_what_was_used(harness: Harn
     limits = Limits(tokens_per_minute=600)
 
     def asks(most: int) -> Ask:
-        return Ask(0, "t", 1, 20, 1, limits=limits, most=most)
+        return Ask(0, "t", 1, 20, 1, accounts=(Account("t", limits),), most=most)
 
     pool = await harness.pool(simple(tokens=100_000), Clock())
     lease = await pool.enter(asks(200))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sidecar.errors import QueueFull, RemainingLimit, RemainingLimits, RequestTooLarge, TenantLimit
-from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant import Account, Limits
 from sidecar.pools import Ask, Pool
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, change_rules, simple
@@ -18,7 +18,8 @@ EACH = Limits(requests_per_minute=60, tokens_per_minute=600, concurrent_requests
 
 
 def asks(tokens: int = 10, limits: Limits | None = EACH, *, tier: int = 0, tenant: str = "t", **more: Any) -> Ask:
-    return Ask(tier, tenant, 1, tokens, 1, limits=limits, **more)
+    accounts = () if limits is None else (Account(tenant, limits),)
+    return Ask(tier, tenant, 1, tokens, 1, accounts=accounts, **more)
 
 
 async def left(harness: Harness, pool: Pool, limits: Limits = EACH) -> tuple[int | None, int | None]:

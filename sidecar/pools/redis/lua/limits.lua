@@ -69,17 +69,27 @@ local function left(per_minute, capacity, level)
   return per_minute and { floor(max(0, capacity - level) / UNIT), ceil(level / per_minute) } or nil
 end
 
--- `calls.MeterVerdict`: its limit, and its charge.
-local function verdict_on(asked)
-  local _, tenant, tokens, charges, rpm, tpm, _, burst = unpack(asked)
-  local account = account_of(tenant) or { 0, 0, now, now, 0, 0, 0, false, false }
-  accounts[tenant], account[A_RPM], account[A_TPM] = account, rpm, tpm
-  local most_requests, most_tokens = max(UNIT, (rpm or 0) * burst), (tpm or 0) * burst
-  local limit, after = over(account, asked, most_requests, most_tokens)
-  local charge = charges and not limit and packed_charge(account, tenant, tokens)
-  if after == UNBOUNDED then after = nil end
-  local lefts = pack(limit, after, left(rpm, most_requests, account[A_REQUESTS]), left(tpm, most_tokens, account[A_TOKENS]))
-  return '\150' .. pack(asked[1]) .. (charge or '\192') .. lefts, limit, charge
+-- The verdicts (`calls.MeterVerdict`, packed) on the questions about one request: it is charged to all of its accounts, or to none.
+-- Then whether it exceeds a limit, and whether it was charged.
+local function verdicts_on(group)
+  local found, is_over, charges = {}, false, group[1][4]
+  for i, asked in ipairs(group) do
+    local _, tenant, _, _, rpm, tpm, _, burst = unpack(asked)
+    local account = account_of(tenant) or { 0, 0, now, now, 0, 0, 0, false, false }
+    accounts[tenant], account[A_RPM], account[A_TPM] = account, rpm, tpm
+    local most_requests, most_tokens = max(UNIT, (rpm or 0) * burst), (tpm or 0) * burst
+    local limit, after = over(account, asked, most_requests, most_tokens)
+    is_over, found[i] = is_over or limit ~= nil, { account, most_requests, most_tokens, limit, after }
+  end
+  local packed, is_charged = {}, charges and not is_over
+  for i, asked in ipairs(group) do
+    local account, most_requests, most_tokens, limit, after = unpack(found[i], 1, 5)
+    local charge = is_charged and packed_charge(account, asked[2], asked[3])
+    if after == UNBOUNDED then after = nil end
+    local lefts = pack(limit, after, left(account[A_RPM], most_requests, account[A_REQUESTS]), left(account[A_TPM], most_tokens, account[A_TOKENS]))
+    packed[i] = '\150' .. pack(asked[1]) .. (charge or '\192') .. lefts
+  end
+  return packed, is_over, is_charged
 end
 
 local function refund_request(account, charge)
@@ -128,15 +138,23 @@ local function take_limits(member, last_number)
     if first_call > last_number then settle(charge, used, is_counted, was_held) end
   end
   local known, charged, refused = {}, {}, {}
-  if is_statement then
-    for _, packed in ipairs(member[CHARGED]) do known[unpacked(packed)[1]] = packed end
+  for _, packed in ipairs(is_statement and member[CHARGED] or {}) do
+    local number = unpacked(packed)[1]
+    known[number] = known[number] or {}
+    table.insert(known[number], packed)
   end
-  for i, asked in ipairs(call[C_METERED]) do
-    local number = asked[1]
-    local packed, limit, charge = known[number], nil, true
-    if not packed then packed, limit, charge = verdict_on(asked) end
-    known[number], verdicts[i], refused[number] = nil, packed, not charge and limit
-    if charge then charged[#charged + 1], counts[asked[2]] = packed, own_count(asked[2]) + 1 end
+  local i, metered = 1, call[C_METERED]
+  while metered[i] do
+    local number, group = metered[i][1], {}
+    while metered[i + #group] and metered[i + #group][1] == number do group[#group + 1] = metered[i + #group] end
+    local found, is_over, is_charged = known[number], false, true
+    if not found then found, is_over, is_charged = verdicts_on(group) end
+    known[number], refused[number] = nil, is_over
+    for j, packed in ipairs(found) do
+      verdicts[#verdicts + 1] = packed
+      if is_charged then charged[#charged + 1], counts[group[j][2]] = packed, own_count(group[j][2]) + 1 end
+    end
+    i = i + #group
   end
   for _, packed in ipairs(is_statement and member[CHARGED] or {}) do -- a client that left before the replica had an answer
     local verdict = unpacked(packed)
