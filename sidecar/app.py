@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -276,6 +277,7 @@ def _compose(
     environment: Mapping[str, str],
 ) -> Composed:
     """The parts of a policy. `is_by_name` says that a server constructs the middleware with its app alone."""
+    policy = policy.at(time.time())
     engine_key = secret_for_header(environment, ENGINE_KEY_VARIABLE)
     if engine_key is not None and policy.anonymous is not None and not policy.forward_key:
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -125,6 +126,7 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "background": policy.background.value,
         "usage": policy.usage.value,
         "tenants": sorted(policy.named),
+        **({} if (hours := policy.hours_at(time.time())) is None else {"hours": hours.document()}),
         "limits": {name: as_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
         "silent_alerts": silent_alerts(policy),
         "warnings": _list(found),
@@ -193,6 +195,7 @@ def summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
         *([engines] if (engines := engines_text(policy)) else []),
         "\n".join(_legend(policy)),
         _people(policy),
+        *([] if (hours := policy.hours_at(time.time())) is None else [str(hours)]),
         _paths(policy),
     ]
     if silent := silent_alerts(policy):

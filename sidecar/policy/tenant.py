@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 from pydantic import ValidationInfo, field_validator
 
 from sidecar.policy import fields as of
 from sidecar.policy.declared import OrDefault, ReadAs, declared, key, values
+from sidecar.policy.hours import ByHours, ChangesByHours, HoursText, as_entries, entry_at
 from sidecar.policy.tenant_keys import TenantKey, TenantKeys
 
 
@@ -47,10 +48,36 @@ class AccountLimits:
 
 @dataclass(frozen=True, slots=True)
 @declared
+class LimitsHours(ChangesByHours):
+    """Limits of a tenant in some hours. A key that is left out is as at other times."""
+
+    requests_per_minute: of.RateCount | None = key(None, "The `requests_per_minute` then.", 60)
+    tokens_per_minute: of.RateCount | None = key(None, "The `tokens_per_minute`.", "20k")
+    concurrent_requests: of.PositiveCount | None = key(None, "The `concurrent_requests`.", 4)
+    max_output_tokens: of.PositiveCount | None = key(None, "The `max_output_tokens`.", 1024)
+
+
+_HOURS = of.mapped('{"mon-fri 08:00-18:00 Europe/Berlin": {requests_per_minute: 60}}')
+
+
+@dataclass(frozen=True, slots=True)
+@declared
 class Limits(AccountLimits):
     """A tenant's own limits. Each is unlimited if left out."""
 
     max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 8192)
+    hours: Annotated[
+        ByHours[LimitsHours], ReadAs(Annotated[dict[HoursText, LimitsHours], _HOURS] | None, as_entries)
+    ] = key(
+        None,
+        "Other limits by days and hours, as those of a tier. The first that covers the time counts.",
+        {"mon-fri 08:00-18:00 Europe/Berlin": {"requests_per_minute": 60}},
+    )
+
+    def at(self, time_s: float) -> Limits:
+        """The limits that count at a time, in Unix seconds."""
+        found = entry_at(self.hours, time_s)
+        return self if found is None else replace(self, **found[1].changes())
 
 
 NO_LIMITS = Limits()
@@ -136,6 +163,10 @@ class Tenant:
         """The tenant with whatever key."""
         return self
 
+    def with_limits(self, limits: Limits) -> Tenant:
+        """The tenant with other limits."""
+        return replace(self, limits=limits)
+
     def with_key(self, one: TenantKey) -> Tenant:
         """The tenant as it asks with one of its keys."""
         if one == TenantKey(one.digest):
@@ -160,3 +191,7 @@ class KeyHolder(Tenant):
     def whole(self) -> Tenant:
         """See `Tenant`."""
         return self.tenant
+
+    def with_limits(self, limits: Limits) -> Tenant:
+        """See `Tenant`."""
+        return replace(self, limits=limits, tenant=self.tenant.with_limits(limits))

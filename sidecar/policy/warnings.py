@@ -46,6 +46,11 @@ _MOST_KEYS = 5
 def warnings(policy: Policy, place: Callable[[Path], FilePlace | None] = lambda _path: None) -> tuple[Problem, ...]:
     """The warnings of `sidecar check` about a valid policy. `place` knows the files' lines: `Loaded.place`."""
     found = [*_pool(policy), *_pools(policy), *_tenants(policy), *fleet_warnings(policy)]
+    known = {*found}
+    for hours, then in policy.in_all_hours():
+        others = [warning for warning in (*_pool(then), *_pools(then)) if warning not in known]
+        found += [(path, f"in {hours}: {message}") for path, message in others]
+        known |= {*others}
     return tuple(Problem(dotted(path), message, place(path)) for path, message in found)
 
 

@@ -311,7 +311,10 @@ def key_rows(tenant: Tenant, policy: Policy) -> list[KeyRow]:
 
 def _new_record(tenant: Tenant, tiers: Sequence[str]) -> Mapping[str, Any]:
     """A tenant of the files, with the keys that its file may have."""
-    limits = {name: value for name, value in asdict(tenant.limits).items() if name != "burst_us" and value is not None}
+    limits = {name: value for name, value in asdict(tenant.limits).items() if value is not None}
+    del limits["burst_us"], limits["hours"]
+    if tenant.limits.hours:
+        limits["hours"] = {str(hours): entry.changes() for hours, entry in tenant.limits.hours}
     if limits:
         limits["burst"] = f"{tenant.limits.burst_us / 1e6:g}s"
     over = {} if tenant.downgrade_level is None else {"over_limit": {"downgrade": tiers[tenant.downgrade_level]}}
