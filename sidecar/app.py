@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -256,11 +255,16 @@ class AdmissionMiddleware:
 
 def _serving(pool: OnePool) -> ASGIApp:
     controller, lifespan = pool.controller, pool.lifespan
+    serve: ASGIApp = partial(serve_scope, controller, lifespan)
     if isinstance(controller, ModelsController):
         from sidecar.fleet.model_requests import serve_models
 
-        return partial(serve_models, controller, lifespan)
-    return partial(serve_scope, controller, lifespan)
+        serve = partial(serve_models, controller, lifespan)
+    if controller.snapshot.names.are_listed_here:
+        from sidecar.fleet.model_list import serve_list
+
+        return partial(serve_list, controller, serve)
+    return serve
 
 
 def _compose(
@@ -277,7 +281,6 @@ def _compose(
     environment: Mapping[str, str],
 ) -> Composed:
     """The parts of a policy. `is_by_name` says that a server constructs the middleware with its app alone."""
-    policy = policy.at(time.time())
     engine_key = secret_for_header(environment, ENGINE_KEY_VARIABLE)
     if engine_key is not None and policy.anonymous is not None and not policy.forward_key:
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})

@@ -1,20 +1,21 @@
 """Edits of members of an answer's JSON on its way to the client: of a whole answer, or of each event of a stream.
 
-An answer that is neither, an error's, a compressed one, or one that is no JSON passes as it is. So does what is larger
-than `LARGEST_EDITED`: one answer, or one line of a stream. The length of an edited answer is not declared: its head
-goes out before its body is known.
+An answer that is neither, a compressed one, or one that is no JSON passes as it is; an error does, but for its words
+(`Edit.instead_of`). So does what is larger than `LARGEST_EDITED`: one answer, or one line of a stream. The length of an
+edited answer is not declared: its head goes out before its body is known.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import msgspec
 from starlette.types import Message, Send
 
-from sidecar.admission.client import is_stream
+from sidecar.admission.client import has_type, may_be_edited, without_length
 from sidecar.admission.handover import Write
 
 LARGEST_EDITED = 8 * 1024 * 1024
@@ -29,12 +30,22 @@ _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 class Edit(NamedTuple):
     """Sets the member at the end of `path` to `value`, which is JSON.
 
-    Where it is not there, it is added beside the member `beside`; without one it is only replaced.
+    Where it is not there, it is added beside the member `beside`; without one it is only replaced. In the words of an
+    error it takes the place of the name `instead_of`.
     """
 
     path: tuple[str, ...]
     value: bytes
     beside: str | None = None
+    instead_of: str | None = None
+
+    def in_words(self, error: bytes) -> bytes:
+        """An error's body with the value in the place of the other name, where that stands as a whole word."""
+        if self.instead_of is None:
+            return error
+        name = re.escape(msgspec.json.encode(self.instead_of)[1:-1])
+        word = rb"(?<![\w/:@+-])(?<![\w]\.)%b(?![\w/:@+-])(?!\.\w)" % name
+        return re.sub(word, lambda _: self.value[1:-1], error)
 
 
 def edited(body: bytes, edits: Sequence[Edit]) -> bytes:
@@ -48,18 +59,13 @@ def edited(body: bytes, edits: Sequence[Edit]) -> bytes:
 
 
 def _edited(raw: bytes, path: tuple[str, ...], edit: Edit) -> bytes:
-    members, name = _decode_members(raw), path[0]
-    before = members.get(name)
+    members, name, after = _decode_members(raw), path[0], edit.value
     if len(path) == 1:
-        if before is None and edit.beside not in members:
-            return raw
-        members[name] = msgspec.Raw(edit.value)
-        return msgspec.json.encode(members)
-    inner = b"" if before is None else bytes(before)
-    if inner[:1] != b"{" or (after := _edited(inner, path[1:], edit)) is inner:
-        return raw
-    members[name] = msgspec.Raw(after)
-    return msgspec.json.encode(members)
+        is_unchanged = name not in members and edit.beside not in members
+    else:
+        inner = bytes(members.get(name, b""))
+        is_unchanged = inner[:1] != b"{" or (after := _edited(inner, path[1:], edit)) is inner
+    return raw if is_unchanged else msgspec.json.encode({**members, name: msgspec.Raw(after)})
 
 
 class AnswerEditor:
@@ -69,13 +75,13 @@ class AnswerEditor:
     answer until it is complete.
     """
 
-    __slots__ = ("_has_begun_line", "_held", "_is_stream", "_is_whole", "_send", "edits")
+    __slots__ = ("_has_begun_line", "_held", "_is_error", "_is_stream", "_is_whole", "_send", "edits")
 
     def __init__(self, send: Send, edits: Sequence[Edit]) -> None:
         self.edits = edits
         self._send = send
         self._held = bytearray()
-        self._is_stream = self._is_whole = False
+        self._is_stream = self._is_whole = self._is_error = False
         self._has_begun_line = False
 
     def send(self, message: Message) -> Awaitable[None]:
@@ -97,14 +103,11 @@ class AnswerEditor:
 
     def _begun(self, message: Message) -> Message:
         """The response's start."""
-        headers = [*message.get("headers", ())]
-        found = {name.lower(): value for name, value in headers}
-        is_edited = message["status"] < 300 and b"content-encoding" not in found
-        self._is_stream = is_edited and is_stream(headers)
-        self._is_whole = is_edited and found.get(b"content-type", b"").lower().startswith(b"application/json")
-        if not self._is_stream and not self._is_whole:
-            return message
-        return {**message, "headers": [pair for pair in headers if pair[0].lower() != b"content-length"]}
+        self._is_error = message["status"] >= 400 and any(edit.instead_of for edit in self.edits)
+        headers, is_edited = message.get("headers", ()), may_be_edited(message, errors=self._is_error)
+        self._is_stream = is_edited and has_type(headers)
+        self._is_whole = is_edited and has_type(headers, b"application/json")
+        return without_length(message) if self._is_stream or self._is_whole else message
 
     def _whole(self, body: bytes, *, is_last: bool) -> bytes:
         held = self._held
@@ -114,6 +117,8 @@ class AnswerEditor:
         shown = bytes(held)
         held.clear()
         self._is_whole = False  # what follows is the rest of one that is too large
+        if self._is_error:
+            return reduce(lambda error, edit: edit.in_words(error), self.edits, shown)
         return edited(shown, self.edits) if is_last else shown
 
     def _lines(self, body: bytes, *, is_last: bool) -> bytes:

@@ -15,7 +15,6 @@ import msgspec
 from msgspec.structs import replace
 from starlette.types import Message, Scope
 
-from sidecar.admission.deadline import DEADLINE_HEADER, asked_deadline_us, latest_deadline_us
 from sidecar.admission.policy_snapshot import KEY_HEADERS, PolicySnapshot
 from sidecar.admission.via import refuse_loop
 from sidecar.apis import Api
@@ -34,6 +33,7 @@ from sidecar.errors import (
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import SLO_HEADERS, Objective, asked_slo
 from sidecar.identity.classify import Asked, Classification
+from sidecar.identity.users import UNKNOWN_USER, find_user
 from sidecar.lengths.lease_size import Expected, LeaseSizes
 from sidecar.lengths.token_estimates import tokens_to_hold
 from sidecar.payload.decode import Payload, decode
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from sidecar.admission.request_gain import GainMeter
     from sidecar.payload.content_codings import PackedBody
 
-MAX_WAIT_HEADER = b"x-admission-max-wait"
+MAX_WAIT_HEADER, DEADLINE_HEADER = b"x-admission-max-wait", b"x-admission-deadline"
 CONTENT_ENCODING = b"content-encoding"
 NOT_PACKED = (b"accept-encoding", b"identity")
 """No answer may be compressed: its usage is read, and it may have begun as plain text."""
@@ -90,7 +90,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     client loosens it, None where its gain is not measured. `gain` are its figures where the pool orders by gain. `path`
     is the endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool
     of one engine. The body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again:
-    `Ask.request`.
+    `Ask.request`. `engine_model` is the model's name at the engine, where that is another.
     """
 
     headers: Mapping[bytes, bytes]
@@ -111,6 +111,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     objective: Objective | None = None
     gain: TicketGain | None = None
     is_unread: bool = False
+    engine_model: str | None = None
     deadline_us: int | None = None
 
     def __hash__(self) -> int:
@@ -148,20 +149,15 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
         """With the level that the pool charges, or whose queue is full."""
         return replace(self, classification=self.classification.charged(level))
 
-    def risen(self, level: int) -> SizedRequest:
-        """With the better level that it rose to."""
-        return replace(self, classification=self.classification.risen(level))
-
-    @property
-    def best_level(self) -> int:
-        """The best level that it may rise to: none above the one that it has where its tenant is over its limits."""
-        classification = self.classification
-        return classification.tenant.max_level if classification.downgraded_from is None else classification.level
-
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
-        accounts = (Account(tenant.name, tenant.limits),) if tenant.limits.are_counted else ()
+        accounts: tuple[Account, ...] = (Account(tenant.name, tenant.limits),) if tenant.limits.are_counted else ()
+        user, users = None, tenant.users
+        if users is not None:
+            name = (self.classification.user or UNKNOWN_USER).key
+            user = name if users.fair else None
+            accounts += (users.account(tenant.name, name),) if users.limits.are_counted else ()
         return Ask(
             tier=self.classification.level,
             tenant=tenant.name,
@@ -177,6 +173,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
             most=most,
             gain=self.gain,
             is_deferred=self.deadline_us is not None,
+            user=user,
         )
 
     def longest_wait_s(self, policy: Policy) -> float | None:
@@ -244,6 +241,8 @@ class RequestIntake(msgspec.Struct, eq=False):
         if tenant is snapshot.policy.anonymous:
             self._unread_keys = snapshot.classifier.unread(headers, scope.get("query_string", b""))
         if DEADLINE_HEADER in headers:
+            from sidecar.admission.deadline import asked_deadline_us
+
             self._deadline_us = asked_deadline_us(headers[DEADLINE_HEADER], self._received_us)
         if CONTENT_ENCODING in headers and not self._is_upload:
             from sidecar.payload.content_codings import packed_body
@@ -339,6 +338,8 @@ class RequestIntake(msgspec.Struct, eq=False):
         if self.trace is not None:
             self.trace(asked, tenant)
         self.classification = classification = snapshot.classifier.classify(asked, tenant)
+        if tenant.models is not None:
+            snapshot.names.refuse_others(tenant, payload.model, None if is_unread else payload.body)
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
             refuse_what_is_too_much(payload, policy)
@@ -347,22 +348,16 @@ class RequestIntake(msgspec.Struct, eq=False):
         prompt_tokens = snapshot.estimator.prompt_tokens(payload, tenant.name)
         output = payload.max_output_tokens
         if output is None:
-            output = _default_output(policy, classification.level, cap)
+            default = policy.tiers[classification.level].default_output_tokens
+            output = default if cap is None else min(default, cap)
         stripped = (*stripped, *asked.stripped, *snapshot.credentials.stripped(headers))
         if self._unread_keys:
             classification = classification.ignoring(self._unread_keys)
             if not policy.forward_key:
                 stripped = (*stripped, *(place.encode() for place in self._unread_keys))
-        objective = snapshot.objectives[classification.level] if snapshot.objectives else None
-        if objective is not None and not headers.keys().isdisjoint(SLO_HEADERS):
-            objective, ignored = asked_slo(headers, objective)
-            classification = classification.ignoring(ignored)
-        deadline_us = asked_us = self._deadline_us
-        if asked_us is not None:
-            deadline_us = latest_deadline_us(policy, classification.level, asked_us, self._received_us)
-            if deadline_us != asked_us:
-                classification = classification.ignoring((DEADLINE_HEADER.decode(),))
-            objective = None  # it waits for as long as it may: that is no miss of its tier's `slo`
+        classification, objective, deadline_us = self._promised(classification)
+        if tenant.users is not None:
+            classification = replace(classification, user=find_user(tenant, headers, payload.body))
         self.classification = classification
         added = snapshot.credentials.added
         return SizedRequest(
@@ -381,8 +376,26 @@ class RequestIntake(msgspec.Struct, eq=False):
             max_wait_s=_asked_wait_s(headers),
             objective=objective,
             is_unread=is_unread,
+            engine_model=snapshot.names.renamed.get(payload.model),
             deadline_us=deadline_us,
         )
+
+    def _promised(self, classification: Classification) -> tuple[Classification, Objective | None, int | None]:
+        """The request's objective and deadline, as far as its client may change them; what did not count is noted."""
+        snapshot, headers = self._snapshot, self._headers
+        objective = snapshot.objectives[classification.level] if snapshot.objectives else None
+        if objective is not None and not headers.keys().isdisjoint(SLO_HEADERS):
+            objective, ignored = asked_slo(headers, objective)
+            classification = classification.ignoring(ignored)
+        deadline_us = asked_us = self._deadline_us
+        if asked_us is not None:
+            from sidecar.admission.deadline import latest_deadline_us
+
+            deadline_us = latest_deadline_us(snapshot.policy, classification.level, asked_us, self._received_us)
+            if deadline_us != asked_us:
+                classification = classification.ignoring((DEADLINE_HEADER.decode(),))
+            objective = None  # it waits for as long as it may: that is no miss of its tier's `slo`
+        return classification, objective, deadline_us
 
 
 async def counted(request: SizedRequest, snapshot: PolicySnapshot) -> SizedRequest:
@@ -407,11 +420,6 @@ def sized_for(
     elif sizes.learns:
         request = request.expecting(sizes, pool)
     return request if meter is None else replace(request, gain=meter.appraise(request, tier_names))
-
-
-def _default_output(policy: Policy, level: int, cap: int | None) -> int:
-    default = policy.tiers[level].default_output_tokens
-    return default if cap is None else min(default, cap)
 
 
 def _asked_wait_s(headers: Mapping[bytes, bytes]) -> float | None:
@@ -472,8 +480,6 @@ def _refuse_other_text(body: bytes) -> None:
 
 def refuse_background(payload: Payload, choice: Background) -> None:
     """Raises BackgroundNotAllowed where the policy refuses it, and InvalidBody for one that could not be followed."""
-    if not payload.background:
-        return
     if choice is Background.REFUSE:
         raise BackgroundNotAllowed(
             "background: true is not allowed here, because such a response runs on after its request is answered; "

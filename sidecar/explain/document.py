@@ -27,6 +27,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
     downgraded_from: str | None = None
     key: str | None = None
     risen_from: str | None = None
+    user: str | None = None
 
 
 class SizeDetails(Expectation, frozen=True):

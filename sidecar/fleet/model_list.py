@@ -1,30 +1,44 @@
 """List of the models, as clients ask for it: `GET /v1/models`, and one of them at `/v1/models/{model}`.
 
 With several pools it is the sidecar's own answer: an engine knows its own models only. It has the fields of OpenAI's
-and of Anthropic's list. An alias stands beside its model, which is its `root`, as vLLM lists an adapter.
+and of Anthropic's list. An alias stands beside its model, which is its `root`, as vLLM lists an adapter. With one pool
+it is the engine's list, or that of the app around which the middleware is. A name that no engine knows stands in it
+like a model of its own. A tenant that may use certain models sees no trace of the others.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
+from typing import Any
+from urllib.parse import quote
 
 import msgspec
-from starlette.types import Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidecar.admission.request_path import exact_paths
+from sidecar.admission.controller import AdmissionController
+from sidecar.admission.forwarding import call_app, forwarded_headers
+from sidecar.admission.handover import with_write
+from sidecar.admission.intake import NOT_PACKED
+from sidecar.admission.model_names import ModelNames
+from sidecar.admission.request_path import exact_paths, readings
 from sidecar.admission.responses import REQUEST_ID, request_id, send_error
-from sidecar.admission.unguarded import is_public, with_engine_key
-from sidecar.errors import AdmissionError
-from sidecar.fleet.models import ModelsController
+from sidecar.admission.unguarded import checked_with_keys, is_public, with_engine_key
+from sidecar.errors import AdmissionError, EngineUnreachable
 from sidecar.identity.issuer_keys import with_keys
+from sidecar.policy.fleet_warnings import MODELS_PATH as PATH
+from sidecar.policy.tenant import Tenant
 
-PATH = "/v1/models"
 _ANTHROPIC = b"anthropic-version"
 """Header that Anthropic's clients send with every request."""
+_OF_ANOTHER_ANSWER = (b"range", b"if-range", b"if-none-match", b"if-modified-since")
+"""Headers of clients for an answer that is not the whole list."""
 _SINCE_S = int(time.time())
 _SINCE = datetime.fromtimestamp(_SINCE_S, tz=timezone.utc).isoformat().replace("+00:00", "Z")
+_Entry = Mapping[str, Any]
 
 
 class ListedModel(msgspec.Struct, frozen=True):
@@ -40,16 +54,6 @@ class ListedModel(msgspec.Struct, frozen=True):
     owned_by: str = "admission-sidecar"
 
 
-class ModelList(msgspec.Struct, frozen=True):
-    """The answer of `GET /v1/models`."""
-
-    data: list[ListedModel]
-    first_id: str
-    last_id: str
-    object: str = "list"
-    has_more: bool = False
-
-
 def is_model_list(path: str) -> bool:
     """True if the models are listed on this path, all or one."""
     return path == PATH or path.startswith(f"{PATH}/")
@@ -59,24 +63,49 @@ def asked_model(scope: Scope) -> str | None:
     """The model that a request asks about, empty for the list of all; None for another request."""
     if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
         return None
-    path = next(filter(is_model_list, exact_paths(scope)), None)
+    path = next(filter(is_model_list, (*exact_paths(scope), *readings(scope))), None)
     return None if path is None else path.removeprefix(PATH).removeprefix("/")
 
 
-async def send_models(front: ModelsController, asked: str, scope: Scope, send: Send) -> None:
-    """Answers with the models of all pools, or with the one that is `asked` for.
+def serve_list(
+    controller: AdmissionController, serve: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> Awaitable[None]:
+    """Serves one ASGI scope: the list of the models, and everything else with `serve`."""
+    asked = asked_model(scope)
+    return serve(scope, receive, send) if asked is None else send_models(controller, asked, scope, receive, send)
 
-    No key is needed for a `public` path, nor where every request passes.
+
+async def send_models(controller: AdmissionController, asked: str, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the models that a tenant may use, or with the one that is `asked` for.
+
+    No key is needed for a `public` path, nor where every request passes. An engine's answer that is no list goes on as
+    it is, but not to a tenant that may use certain models only.
     """
-    headers = dict(scope["headers"])
+    headers, names = dict(scope["headers"]), controller.snapshot.names
     named = request_id(headers)
     try:
-        if not front.passes_all and not is_public(front.policy, scope):
-            await with_keys(partial(with_engine_key, front, scope))
-        body = msgspec.json.encode(_one(front, asked) if asked else _all(front))
+        passed, tenant = await _asking(controller, scope)
+        if controller.controllers:
+            listed = [ListedModel(name, model, name) for name, model in names.called.items()]
+            found: Mapping[str, Any] | None = {"data": msgspec.to_builtins(listed)}
+        else:
+            answer = await _ask_engine(controller, passed, asked, receive)
+            found, is_error = _read_list(answer), not answer or answer[0].get("status", 500) >= 400
+            if is_error or (found is None and (tenant is None or tenant.models is None)):
+                for message in answer:
+                    await send(message)
+                return
+        if found is None:
+            raise EngineUnreachable("the engine's list of its models cannot be read; try again", retry_after_s=1)
+        entries = _with_aliases(names, found["data"])
+        entries = entries if tenant is None else _for_tenant(entries, tenant)
+        shown = next((entry for entry in entries if entry["id"] == asked), None) if asked else _list(found, entries)
+        if shown is None:
+            raise names.not_found(asked, tenant)
     except AdmissionError as refusal:
         await send_error(send, refusal, anthropic=_ANTHROPIC in headers, request_id=named)
         return
+    body = msgspec.json.encode(shown)
     answered = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
@@ -86,14 +115,55 @@ async def send_models(front: ModelsController, asked: str, scope: Scope, send: S
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
 
-def _all(front: ModelsController) -> ModelList:
-    data = [ListedModel(name, model, name) for name, model in front.names.called.items()]
-    return ModelList(data, data[0].id, data[-1].id)
+async def _asking(controller: AdmissionController, scope: Scope) -> tuple[Scope, Tenant | None]:
+    """The scope for an engine, and the tenant that asks. Raises what is raised for another page that needs a key."""
+    if controller.passes_all or is_public(controller.policy, scope):
+        return scope, None
+    if controller.controllers or controller.snapshot.names.are_bounded:
+        return await with_keys(partial(with_engine_key, controller, scope))
+    return await checked_with_keys(controller, scope)
 
 
-def _one(front: ModelsController, asked: str) -> ListedModel:
-    """Raises ModelNotFound."""
-    model = front.names.called.get(asked)
-    if model is None:
-        raise front.names.not_found(asked)
-    return ListedModel(asked, model, asked)
+def _list(found: Mapping[str, Any], entries: Sequence[_Entry]) -> Mapping[str, Any]:
+    first, last = (entries[0]["id"], entries[-1]["id"]) if entries else (None, None)
+    return {**found, "object": "list", "data": entries, "first_id": first, "last_id": last, "has_more": False}
+
+
+def _with_aliases(names: ModelNames, entries: Sequence[_Entry]) -> Sequence[_Entry]:
+    """The models, and the aliases that no engine knows, each as a model of its own, where its model is listed."""
+    found = {entry["id"]: entry for entry in entries}
+    for alias, model in names.renamed.items():
+        if alias is not None and model in found:
+            found[alias] = {**found[model], "id": alias, "display_name": alias, "root": alias, "parent": None}
+    return list(found.values())
+
+
+def _for_tenant(entries: Sequence[_Entry], tenant: Tenant) -> Sequence[_Entry]:
+    """The models that a tenant may use. None of these entries names another, as its `root` or `parent`."""
+    hidden = [entry["id"] for entry in entries if not tenant.may_use(entry["id"])]
+    shown = [entry for entry in entries if entry["id"] not in hidden]
+    return [{key: value for key, value in entry.items() if value not in hidden} for entry in shown]
+
+
+async def _ask_engine(controller: AdmissionController, scope: Scope, asked: str, receive: Receive) -> list[Message]:
+    """The answer of the engine, or of an app, with all its models: not every engine shows one alone."""
+    answer: list[Message] = []
+
+    async def keep(message: Message) -> None:
+        answer.append(message)
+
+    path = scope["path"].removesuffix(asked).rstrip("/")
+    headers = forwarded_headers(scope["headers"], _OF_ANOTHER_ANSWER, (NOT_PACKED,))
+    for_app = {**scope, "method": "GET", "path": path, "raw_path": quote(path).encode(), "headers": headers}
+    with_write(for_app, None)
+    await call_app(controller, scope, for_app, receive, keep)
+    return answer
+
+
+def _read_list(answer: Sequence[Message]) -> Mapping[str, Any] | None:
+    """The list in an engine's answer, None where it is none."""
+    body = b"".join(bytes(message.get("body", b"")) for message in answer)
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, KeyError):
+        found = msgspec.json.decode(body, type=dict[str, Any])
+        return found if all(isinstance(entry["id"], str) for entry in found["data"]) else None
+    return None

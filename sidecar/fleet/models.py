@@ -15,7 +15,6 @@ from sidecar.admission.engine_route import EngineHealth
 from sidecar.admission.intake import SizedRequest
 from sidecar.engines.watch import EngineState
 from sidecar.events import AppTrace, Classified, Event, Headers, Observation, Observer, Received
-from sidecar.fleet.model_names import ModelNames
 from sidecar.policy.choices import Unguarded
 from sidecar.policy.model import Policy
 
@@ -41,20 +40,19 @@ class ModelsController(AdmissionController):
     ) -> None:
         self.controllers = controllers
         self.counts_apart = counts_apart
-        self.names = ModelNames(policy)
         watch = ModelsHealth({name: one.engine_watch for name, one in controllers.items()})
         super().__init__(replace(services, is_proxied=True, unguarded=Unguarded.DENY, engine_watch=watch), policy)
 
     def controller_for(self, request: SizedRequest) -> AdmissionController:
         """The controller of a request's model. Raises InvalidBody or ModelNotFound: see `ModelNames.model_for`."""
-        return self.controllers[self.names.model_for(request.payload.model, request.body)]
+        tenant = request.classification.tenant
+        return self.controllers[self.snapshot.names.model_for(request.payload.model, request.body, tenant)]
 
     def change_policy(self, policy: Policy) -> None:
         """See `AdmissionController.change_policy`."""
         super().change_policy(policy)
         for name, controller in self.controllers.items():
             controller.change_policy(policy.of_model(name))
-        self.names = ModelNames(policy)
 
     def drain(self, within_s: float | None = None) -> None:
         """See `AdmissionController.drain`."""
@@ -126,7 +124,7 @@ class ModelsController(AdmissionController):
         return None if own is None else ModelsObserver(own, lambda model: self._observer_for(model) or own)
 
     def _observer_for(self, named: str | None) -> Observer | None:
-        model = self.names.meant(named)
+        model = self.snapshot.names.meant(named)
         return None if model is None else self.controllers[model].observer
 
 

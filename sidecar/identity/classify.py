@@ -18,7 +18,7 @@ from dataclasses import replace
 from enum import Enum
 from math import floor
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -35,14 +35,17 @@ from sidecar.errors import (
     UnknownTier,
 )
 from sidecar.events import Headers
-from sidecar.identity.service_tiers import AUTO, decoded
 from sidecar.identity.tokens import TokenVerifier, is_token
+from sidecar.identity.users import RequestUser
 from sidecar.payload.decode import Payload
 from sidecar.policy.choices import StoredTenants, TierSource
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.model import Policy
 from sidecar.policy.tenant import KeyHolder, Tenant
+
+if TYPE_CHECKING:
+    from sidecar.identity.service_tiers import ServiceTiers
 
 API_KEY_HEADERS = (b"x-api-key", b"api-key")
 """Headers that hold a key and nothing else: Anthropic's clients send the first, Azure's the second."""
@@ -123,8 +126,8 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
 
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
     tenant's limits, where the request is over them, `risen_from` the level that a request with a deadline had before it
-    rose. `ignored` lists the client's priority fields and headers that did
-    not count, as a client writes them, and where a key is that was not read.
+    rose. `ignored` lists the client's priority fields and headers that did not count, as a client writes them, and
+    where a key is that was not read. `user` is None where the tenant does not tell its users apart.
     """
 
     tenant: Tenant
@@ -134,15 +137,18 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     ignored: tuple[str, ...]
     downgraded_from: int | None = None
     risen_from: int | None = None
+    user: RequestUser | None = None
 
     def charged(self, level: int) -> Classification:
-        """With the level that the pool charges, or whose queue is full."""
+        """With the level that the pool charges, or whose queue is full. It rose to a better one."""
+        if level < self.level:
+            return msgspec.structs.replace(self, level=level, risen_from=self.risen_from or self.level)
         return msgspec.structs.replace(self, level=level, downgraded_from=self.level)
 
-    def risen(self, level: int) -> Classification:
-        """With the better level that it rose to, as its deadline came near."""
-        before = self.level if self.risen_from is None else self.risen_from
-        return msgspec.structs.replace(self, level=level, risen_from=before)
+    @property
+    def best_level(self) -> int:
+        """The best level that it may rise to: none above the one that it has where its tenant is over its limits."""
+        return self.tenant.max_level if self.downgraded_from is None else self.level
 
     def ignoring(self, more: Iterable[str]) -> Classification:
         """With more that did not count."""
@@ -152,7 +158,7 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
 class Classifier:
     """Classifies requests by one policy. Shared by all requests. `tokens` is None where no tokens are accepted.
 
-    `clock` is the wall clock, in seconds.
+    `clock` is the wall clock, in seconds. `service_tiers` are there where the policy reads the body's `service_tier`.
     """
 
     def __init__(
@@ -171,7 +177,11 @@ class Classifier:
         self._policy = policy
         self._dialect = dialect
         self._last = len(policy.tiers) - 1
-        self._service_levels: dict[object, int] = dict(policy.service_tiers)
+        self.service_tiers: ServiceTiers | None = None
+        if policy.service_tiers:
+            from sidecar.identity.service_tiers import ServiceTiers
+
+            self.service_tiers = ServiceTiers(policy.service_tiers)
         consults: Mapping[TierSource, Callable[[Asked, Tenant], SourceAnswer]] = {
             TierSource.BODY: self._body,
             TierSource.HEADER: self._header,
@@ -334,10 +344,9 @@ class Classifier:
             found += [name.decode("latin-1") for name in asked.stripped]
         if own in asked.headers:
             found.append(own.decode("latin-1"))
-        if payload.service_tier is not None and self._service_levels:
-            value = decoded(payload.service_tier)
-            if value is not None and (value != AUTO or value in self._service_levels):
-                found.append("service_tier")
+        tiers, service_tier = self.service_tiers, payload.service_tier
+        if tiers is not None and service_tier is not None and not tiers.is_silent(service_tier):
+            found.append("service_tier")
         return found
 
     def _body(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002  # every source is asked alike
@@ -384,11 +393,10 @@ class Classifier:
         return SourceAnswer(TierSource.ENGINE, level, stated.statement, f"{stated.value:g}")
 
     def _service_tier(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002
-        raw = asked.payload.service_tier
-        if raw in (None, b"null"):
+        raw, tiers = asked.payload.service_tier, self.service_tiers
+        if raw is None or tiers is None or tiers.is_silent(raw):
             return _NO_SERVICE_TIER
-        assert raw is not None
-        return SourceAnswer(TierSource.SERVICE_TIER, self._service_levels.get(decoded(raw)), "service_tier", _show(raw))
+        return SourceAnswer(TierSource.SERVICE_TIER, tiers.level(raw), "service_tier", _show(raw))
 
     def _answer(self, source: TierSource, where: str, value: object, raw: bytes) -> SourceAnswer:
         """The level of a tier's name, or of a number in [0, 1] with 1 the most important, rounded to the nearest."""

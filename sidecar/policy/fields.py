@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from datetime import datetime, timedelta, timezone
 from enum import Enum
 from fractions import Fraction
 from functools import partial
@@ -29,8 +28,7 @@ from sidecar.engines.base import MOST_SEGMENTS
 from sidecar.policy import units
 from sidecar.policy.choices import Learn, TierSource
 from sidecar.policy.declared import context
-from sidecar.policy.keys import read_hash
-from sidecar.policy.problems import masked, printable, quoted, suggestion, unknown
+from sidecar.policy.problems import printable, quoted, suggestion, unknown
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
 
@@ -52,12 +50,12 @@ _MEMBER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _RESERVED_HEADERS = frozenset(
     ("authorization", "x-api-key", "api-key", "host", "content-length", "transfer-encoding", "connection")
 )
+_BODY_PATH = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,3}", re.ASCII)
 _URL_PATH = re.compile(r"/[!-~]*")
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # no #, / or colon: it goes into ids, paths and labels
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,199}")  # no braces: it goes into a Redis hash tag
-_DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
-_MOMENT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(Z|[+-]\d\d:\d\d)", re.ASCII)
+_MODEL_PATTERN = re.compile(r"[A-Za-z0-9._/:@+*-]{1,200}")
 _HOST = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?"
 _SERVICE = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
 _SRV = re.compile(rf"_[A-Za-z0-9-]{{1,62}}\._(tcp|udp)\.{_HOST}", re.ASCII)
@@ -133,7 +131,6 @@ def _at_most(reader: Callable[[object], N], most: float, message: str) -> Callab
 
 _tier_name = _match("a tier's name", _TIER_NAME, "write up to 40 of a-z, 0-9, - and _, a letter first", like="batch")
 _tenant_name = _match("a tenant's name", _TENANT_NAME, "write up to 100 of A-Z, a-z, 0-9 and . _ @ -", like="acme")
-_key_name = _match("a key's name", _TENANT_NAME, "write up to 100 of A-Z, a-z, 0-9 and . _ @ -", like="ci")
 _header_name = _match(
     "a header's name", _HEADER_NAME, "write letters, digits and dashes, such as x-priority", like="x-priority"
 )
@@ -164,6 +161,12 @@ _model_name = _match(
     "a model's name",
     _MODEL_NAME,
     "write up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -, a letter or a digit first",
+    like="llama-70b",
+)
+_model_pattern = _match(
+    "a model's name or a pattern of names",
+    _MODEL_PATTERN,
+    "write up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -, and * for any characters",
     like="llama-70b",
 )
 _service_tier = _match(
@@ -208,29 +211,6 @@ def _tenant(value: object) -> str:
     if value == ANONYMOUS:
         raise ValueError('"anonymous" stands for requests without a key; write another name')
     return _tenant_name(value)
-
-
-def _public_name(value: object) -> str:
-    name = _key_name(value)
-    if masked(name) != name:
-        raise ValueError("looks like a key, and logs show names; write one such as ci, and never the key itself")
-    return name
-
-
-def expiry_s(value: object) -> int:
-    """The Unix time from which a key no longer counts: after a day, in UTC, or at a time with its zone."""
-    written = value.text if isinstance(value, units.Ambiguous) else units.text(value, "a day", "2027-01-31")
-    try:
-        if _DAY.fullmatch(written):
-            end = datetime.fromisoformat(written).replace(tzinfo=timezone.utc) + timedelta(days=1)
-        elif _MOMENT.fullmatch(written):
-            end = datetime.fromisoformat(written.replace("Z", "+00:00"))
-        else:
-            raise ValueError
-        return int(end.timestamp())
-    except (ValueError, OverflowError):
-        wanted = 'write its last day, such as 2027-01-31, or "2027-01-31T18:00:00+01:00"'
-        raise ValueError(f"{quoted(written)} is no day, and no time with its zone; {wanted}") from None
 
 
 def _over_limit(value: object, info: ValidationInfo) -> int | None:
@@ -282,11 +262,25 @@ def distinct(values: tuple[V, ...]) -> tuple[V, ...]:
     return values
 
 
+def _unless_all(patterns: tuple[str, ...]) -> tuple[str, ...] | None:
+    return patterns if all(pattern.strip("*") for pattern in patterns) else None
+
+
 def _header(value: object) -> bytes:
     name = _header_name(value)
     if name.lower() in _RESERVED_HEADERS:
         raise ValueError(f"{quoted(name)} has a meaning of its own; write another name, such as x-priority")
     return name.lower().encode("ascii")
+
+
+def _user_source(value: object) -> str:
+    text = units.text(value, "a place", "header x-user-id")
+    kind, _, name = text.partition(" ")
+    if kind == "header" and name:
+        return f"header {_header(name).decode()}"
+    if kind == "body" and _BODY_PATH.fullmatch(name):
+        return text
+    raise ValueError(f'{quoted(text)} is no place of a user\'s name; write "header NAME" or "body FIELD"')
 
 
 def _alone(origins: tuple[str, ...]) -> tuple[str, ...]:
@@ -511,10 +505,16 @@ TenantName = Annotated[str, Reads(_tenant, schema("A name.", pattern=f"^{_TENANT
 PoolName = Annotated[str, Reads(_pool, schema("A name.", pattern=f"^{_POOL_NAME.pattern}$"))]
 EngineName = Annotated[str, Reads(engine_name, schema("A name.", pattern=f"^{_ENGINE_NAME.pattern}$"))]
 ModelName = Annotated[str, Reads(_model_name, schema("A model's name.", pattern=f"^{_MODEL_NAME.pattern}$"))]
+EngineModel = Annotated[str, Reads(partial(units.text, what="an engine's name of a model", example="llama-70b"))]
 UrlPath = Annotated[str, Reads(_url_path, schema("A path on the server.", pattern="^/"))]
 EngineUrl = Annotated[str, Reads(engine_url, schema("An address: http://a:8000.", pattern="^https?://"))]
 Service = Annotated[ServiceName, Reads(_service, schema("A host and its port, or the name of SRV records."))]
 HeaderName = Annotated[bytes, Reads(_header, _NAME)]
+UserSources = Annotated[
+    tuple[Annotated[str, Reads(_user_source, schema("A place."))], ...],
+    listed('["header x-user-id", "body user"]'),
+    AfterValidator(distinct),
+]
 MemberName = Annotated[bytes, Reads(_member, schema("A member's name."), str.encode)]
 ExistingFile = Annotated[str, Reads(_existing_file, schema("A file, relative to this one."))]
 EngineListAt = Annotated[str, Reads(_engine_list, schema("A file, relative to this one."))]
@@ -543,10 +543,6 @@ SourceList = Annotated[
     listed("[body, header, endpoint, key]"),
     AfterValidator(distinct),
 ]
-KEY_HASH = schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$")
-KeyHash = Annotated[str, Reads(read_hash, KEY_HASH)]
-KeyName = Annotated[str, Reads(_public_name, schema("A name.", pattern=f"^{_TENANT_NAME.pattern}$"))]
-Expiry = Annotated[int, Reads(expiry_s, schema("A day, or a time with its zone."))]
 Thresholds = Annotated[
     dict[Level, Annotated[float, Reads(units.number, {"type": "number"})]],
     mapped("{high: 10, normal: 5, batch: 0}"),
@@ -563,3 +559,12 @@ SessionSources = Annotated[
     AfterValidator(distinct),
 ]
 ModelNames = Annotated[tuple[ModelName, ...], listed("[llama, my-lora]", or_empty=True), AfterValidator(distinct)]
+ModelPatterns = Annotated[
+    tuple[
+        Annotated[str, Reads(_model_pattern, schema("A name, or a pattern.", pattern=f"^{_MODEL_PATTERN.pattern}$"))],
+        ...,
+    ],
+    listed('[llama-70b, "qwen*"]'),
+    AfterValidator(distinct),
+    AfterValidator(_unless_all),
+]

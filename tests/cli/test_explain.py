@@ -48,6 +48,45 @@ def explained(policy: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(target.read_text())
 
 
+def test_the_models_of_a_tenant_and_the_name_for_the_engine_are_explained(
+    policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (policy / "policy.yaml").write_text(f"{POOL}aliases: {{gpt-4o: {{as: llama}}}}\n")
+    file = policy / "tenants" / "acme.yaml"
+    file.write_text(file.read_text() + 'models: ["gpt*", "o*"]\n')
+    asked = ("--path", "/v1/chat/completions", "--key", KEY)
+    code, found = explained(policy, *asked)  # its small body names a model that the tenant may use
+    assert (code, found["tenant"]["models"]) == (0, ["gpt*", "o*"])
+    assert found["engine"]["member"] == {"priority": 0.0, "model": "llama"}
+    (policy / "body.json").write_text('{"model": "llama", "messages": [{"role": "user", "content": "x"}]}')
+    code, found = explained(policy, *asked, "--body", str(policy / "body.json"))
+    assert (code, found["error"]["code"]) == (1, "model_not_found")
+    assert found["error"]["message"] == 'no pool serves the model "llama"; send one of gpt*, o*'
+    assert main(["explain", str(policy), *asked]) == 0
+    printed = capsys.readouterr().out
+    assert "   it may use the models gpt*, o*\n" in printed
+    assert '   body member "model": "llama"\n' in printed
+
+
+def test_a_deadline_is_explained_with_the_tier_to_which_it_rises(
+    policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (policy / "policy.yaml").write_text(POOL.replace("max_wait: 30m", "max_wait: 30m, max_deadline: 24h"))
+    header = ["--path", "/v1/chat/completions", "--header"]
+    code, found = explained(policy, *header, "X-Admission-Deadline: 6h", "--key", KEY)
+    assert (code, found["longest_wait_s"]) == (0, None)
+    assert found["deadline"] == {"wait_s": 6 * 3600, "rises_to": "normal"}
+    assert main(["explain", str(policy), *header, "x-admission-deadline: 48h", "--key", KEY]) == 0
+    printed = capsys.readouterr().out
+    assert "by its deadline it waits 24h at most; then 504 deadline" in printed
+    assert "as that comes near it rises, to normal at most" in printed
+    assert "ignored: x-admission-deadline" in printed
+    code, found = explained(policy, *header, "x-admission-deadline: 2026-01-31T06:00:00Z")
+    assert (code, found["error"]["status"], found["error"]["code"]) == (1, 504, "deadline")
+    code, found = explained(policy, *header, "x-admission-deadline: 6h", "--header", "x-priority: high", "--key", KEY)
+    assert (code, found["error"]["code"]) == (1, "invalid_header")
+
+
 def test_every_step_is_explained_to_a_stranger(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--path", "/v1/chat/completions", "--key", KEY, "--header", "X-Priority: high"]
     assert main(["explain", str(policy), *arguments, "--header", "x-vllm-priority: -5"]) == 0

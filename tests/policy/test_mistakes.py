@@ -129,6 +129,12 @@ def test_a_wrong_line_says_what_would_be_right(tmp_path: Path, line: str, said: 
             "tiers.normal.gain.weight: 1001 is too large; weights count beside each other: write 1 to 1000",
         ),
         (
+            "{normal: {queue: {max_wait: 30m, max_deadline: 30m}}}",
+            "tiers.normal.queue.max_deadline: not longer than `max_wait`, for which any request may wait; write ",
+        ),
+        ("{normal: {queue: {max_deadline: 24}}}", 'tiers.normal.queue.max_deadline: "24" is not a duration; write '),
+        ("{normal: {queue: {max_deadline: 0s}}}", 'tiers.normal.queue.max_deadline: "0s" is no time at all; write a '),
+        (
             "{normal: {slo: {ttft: 1s, hold: 97%}}, batch: {}}",
             "tiers.normal.slo.hold: a tier is held to its time to a first token and its time per token: write `ttft` ",
         ),
@@ -266,6 +272,8 @@ def test_two_tenants_may_share_neither_a_name_nor_a_key(tmp_path: Path) -> None:
             'keys[0].expires: "2027-01-31T18:00:00" is no day, and no',
         ),
         (f"[{{hash: {HASH}, expires: 9999-12-31}}]", 'keys[0].expires: "9999-12-31" is no day, and no time'),
+        (f'[{{hash: {HASH}, expires: "0001-01-01T00:00+14:00"}}]', "keys[0].expires: "),
+        (f'[{{hash: {HASH}, expires: "9999-12-31T23:00-14:00"}}]', "keys[0].expires: "),
         (f"[{{hash: {HASH}, expires: 1800000000}}]", "keys[0].expires: 1800000000 is not a day; put it in quotes"),
         (f'[{{hash: {HASH}, name: "ci\\nx"}}]', "keys[0].name: "),
         (

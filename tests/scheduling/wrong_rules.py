@@ -21,6 +21,7 @@ from sidecar.scheduling.preemption import _Search
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.scheduler import FIRST, INSIDE, LINE, OTHER, TURN, Scheduler
 from sidecar.scheduling.tickets import ScheduledLease, Ticket, TicketGain
+from sidecar.scheduling.user_turns import UserTurns
 
 Patch = tuple[Any, str, Any]
 
@@ -124,6 +125,10 @@ PATCHES: dict[str, Patch] = {
     "serves tenants by arrival": (FairQueue, "_charge_for", always(None)),
     "charges no growth": (FairQueue, "charge", always(None)),
     "forgets charges at the next admission": (FairQueue, "_charge_for", _forgets_charges),
+    "time stands still for users": (UserTurns, "pass_time", always(None)),
+    "charges no user": (UserTurns, "charge", always(None)),
+    "charges no user's growth": (UserTurns, "grow", always(None)),
+    "a user's turn is a tenant's": (UserTurns, "__contains__", always(False)),
     "last in, first out": (Ticket, "arrival", property(lambda t: (-t.arrived_us, t.owner, -t.number))),
     # rule 3
     "admits nothing": (Scheduler, "decide", always([])),
@@ -231,7 +236,13 @@ def _ages_past_the_ceiling(program: dict[str, Any]) -> None:
         program["aging"]["ceiling"] = program["tiers"][0]["name"]
 
 
+def _knows_no_users(program: dict[str, Any]) -> None:
+    for step in program["steps"]:
+        step.pop("user", None)
+
+
 CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "knows no users": _knows_no_users,
     "knows no limit": _of_tiers(limit=1),
     "knows no headroom": _of_tiers(lend=1),
     "knows nothing of always_first": _of_tiers(always_first=False),

@@ -200,6 +200,7 @@ def _request_fields(record: RequestRecord, wait: Admitted | Refused | None, ende
         "tier": record.tier,
         "tenant": record.tenant,
         "key": record.key,
+        "user": None if classified is None else classified.user,
         "risen_from": None if classified is None else classified.risen_from,
         "model": None if classified is None else classified.model,
         "first_byte_s": None if first_byte is None else _seconds(first_byte.at_us - record.at_us),
