@@ -155,7 +155,7 @@ def _answer_edits(request: SizedRequest, tiers: ServiceTiers | None) -> list[Edi
     if request.engine_model is not None:
         from sidecar.admission.model_bodies import model_edits
 
-        edits += model_edits(request.payload.model or "")
+        edits += model_edits(request.payload.model or "", request.engine_model)
     if tiers is not None and asked not in (None, b"null") and api in _SERVICE_TIER_IN:
         assert asked is not None
         whole, streamed, beside = _SERVICE_TIER_IN[api]

@@ -78,10 +78,11 @@ def _again(read: list[Message], receive: Receive) -> Receive:
     return read_again
 
 
-def model_edits(name: str) -> tuple[Edit, ...]:
-    """Edits by which an answer of any API, whole or streamed, has this model."""
+def model_edits(name: str, engine_model: str) -> tuple[Edit, ...]:
+    """Edits by which an answer of any API, whole or streamed, has this name in place of the engine's."""
     value = msgspec.json.encode(name)
-    return tuple(Edit(path, value) for path in (("model",), ("response", "model"), ("message", "model")))
+    events = (Edit(path, value) for path in (("response", "model"), ("message", "model")))
+    return (Edit(("model",), value, instead_of=engine_model), *events)
 
 
 async def renamed(
@@ -100,5 +101,5 @@ async def renamed(
     headers += [(b"content-length", b"%d" % len(text)), (b"accept-encoding", b"identity")]
     scope = {**scope, "headers": headers, "extensions": without_files(scope)}
     with_write(scope, None)  # the answer is edited
-    editor = AnswerEditor(send, model_edits(body.model))
+    editor = AnswerEditor(send, model_edits(body.model, engine_model))
     return scope, _again([{"type": "http.request", "body": text, "more_body": False}], receive), editor.send
