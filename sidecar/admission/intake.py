@@ -33,6 +33,7 @@ from sidecar.errors import (
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import SLO_HEADERS, Objective, asked_slo
 from sidecar.identity.classify import Asked, Classification
+from sidecar.identity.users import UNKNOWN_USER, find_user
 from sidecar.lengths.lease_size import Expected, LeaseSizes
 from sidecar.lengths.token_estimates import tokens_to_hold
 from sidecar.payload.decode import Payload, decode
@@ -151,7 +152,12 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
-        accounts = (Account(tenant.name, tenant.limits),) if tenant.limits.are_counted else ()
+        accounts: tuple[Account, ...] = (Account(tenant.name, tenant.limits),) if tenant.limits.are_counted else ()
+        user, users = None, tenant.users
+        if users is not None:
+            name = (self.classification.user or UNKNOWN_USER).key
+            user = name if users.fair else None
+            accounts += (users.account(tenant.name, name),) if users.limits.are_counted else ()
         return Ask(
             tier=self.classification.level,
             tenant=tenant.name,
@@ -167,6 +173,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
             most=most,
             gain=self.gain,
             is_deferred=self.deadline_us is not None,
+            user=user,
         )
 
     def longest_wait_s(self, policy: Policy) -> float | None:
@@ -349,6 +356,8 @@ class RequestIntake(msgspec.Struct, eq=False):
             if not policy.forward_key:
                 stripped = (*stripped, *(place.encode() for place in self._unread_keys))
         classification, objective, deadline_us = self._promised(classification)
+        if tenant.users is not None:
+            classification = replace(classification, user=find_user(tenant, headers, payload.body))
         self.classification = classification
         added = snapshot.credentials.added
         return SizedRequest(

@@ -24,7 +24,6 @@ from sidecar.pools.calls import (
     EngineConfig,
     EngineView,
     Kind,
-    LeaseGrowth,
     LedgerRules,
     Owed,
     Reply,
@@ -157,12 +156,9 @@ class Member:
 
     def charge(self, lease: ScheduledLease, tokens: int, now_us: int) -> None:
         """The tenant of a lease is charged for so many tokens more (rule 2)."""
-        ticket = lease.ticket
         if self._near is not None and not self._bids:
             return
-        tenant, weight, user = ticket.tenant, ticket.weight, ticket.user
-        self._news.append(NewsItem(LeaseGrowth(self._names[ticket.tier], tenant, tokens, weight, 0, user)))
-        self._bids.charge(ticket.tier, tenant, tokens, weight, user)
+        self._news.append(NewsItem(self._bids.charge(lease.ticket, tokens)))
         self._call_by(now_us + self._lazy_us)
 
     def first_byte(self, lease: ScheduledLease, now_us: int) -> None:
