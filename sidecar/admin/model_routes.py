@@ -152,7 +152,7 @@ def _links(front: ModelsController) -> list[PoolLink]:
     return [
         PoolLink(
             name,
-            [alias for alias, model in front.names.called.items() if name == model != alias],
+            [alias for alias, model in front.snapshot.names.called.items() if name == model != alias],
             controller.policy.pool,
             f"{FOLDER}/{quote(name)}/",
             [*controller.engine_watch.readiness(), *controller.pool.readiness()],

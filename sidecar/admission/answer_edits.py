@@ -104,9 +104,8 @@ class AnswerEditor:
 
     def _begun(self, message: Message) -> Message:
         """The response's start."""
-        headers = message.get("headers", ())
         self._is_error = message["status"] >= 400 and any(edit.instead_of for edit in self.edits)
-        is_edited = may_be_edited(message, is_error=self._is_error)
+        headers, is_edited = message.get("headers", ()), may_be_edited(message, errors=self._is_error)
         self._is_stream = is_edited and has_type(headers)
         self._is_whole = is_edited and has_type(headers, b"application/json")
         return without_length(message) if self._is_stream or self._is_whole else message

@@ -18,6 +18,7 @@ from sidecar.app import AdmissionMiddleware
 from tests.fleet.named_engine import NamedEngine
 from tests.support.in_process import serving_sidecar
 from tests.support.late import anthropic, openai
+from tests.support.middleware import answer
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -137,8 +138,8 @@ async def test_a_model_that_is_not_allowed_is_answered_as_one_that_is_not_there(
         assert unknown[0] == 404
         assert (unknown[1]["error"]["code"], unknown[1]["error"]["param"]) == ("model_not_found", "model")
         for name in hidden:
-            status, answer = await each_way.chat(name, key)
-            assert (status, json.dumps(answer).replace(name, "absent")) == (404, json.dumps(unknown[1])), name
+            status, refused = await each_way.chat(name, key)
+            assert (status, json.dumps(refused).replace(name, "absent")) == (404, json.dumps(unknown[1])), name
     assert each_way.asked() == []
 
 
@@ -217,6 +218,38 @@ async def test_its_own_page_names_no_pool_that_a_tenant_may_not_use(tmp_path: Pa
         for key, models in ((ALL, ["llama-70b", "qwen"]), (LLAMA_ONLY, ["llama-70b"]), (ALIAS_ONLY, ["gpt-4o"])):
             page = json.loads((await running.send("GET", "/v1/admission/self", key))[2])
             assert list(page["models"]) == models
+
+
+@pytest.mark.parametrize(
+    ("answered", "status"),
+    [
+        ((200, b"<html>llama-70b"), 502),
+        ((200, b'{"data": {"id": "qwen"}}'), 502),
+        ((200, b'{"data": ["qwen"]}'), 502),
+        ((200, b'{"data": [{"id": ["qwen"]}]}'), 502),
+        ((200, b'["qwen"]'), 502),
+        ((307, b"/v1/models"), 502),
+        ((503, b'{"error": "it starts"}'), 503),
+    ],
+)
+async def test_a_list_that_cannot_be_read_is_shown_to_no_tenant_with_models(
+    tmp_path: Path, answered: tuple[int, bytes], status: int
+) -> None:
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await NamedEngine("m")(scope, receive, send)
+        else:
+            await answer(send, answered[1], answered[0])
+
+    app = AdmissionMiddleware(engine, str(write(tmp_path, "capacity: {tokens: 20k, requests: 8}")))
+    async with serving(app) as served:
+        running = Stack(served.url, [])
+        for path in ("/v1/models", "/v1/models/qwen"):
+            found, _, body = await running.send("GET", path, LLAMA_ONLY)
+            assert (found, b"qwen" in body) == (status, False)
+        if answered[0] != 307:  # the client would follow it
+            found, _, body = await running.send("GET", "/v1/models", ALL)
+            assert (found, body) == answered
 
 
 # -- aliases
@@ -298,6 +331,18 @@ async def test_an_alias_of_a_model_that_is_not_there_is_the_engines_404_in_the_c
     status, _, body = await one.send("POST", "/tokenize", LLAMA_ONLY, b'{"model": "gone-x"}')
     assert (status, json.loads(body)["error"]["message"]) == (404, "The model `gone-x` does not exist.")
     assert b"gone" not in (await one.send("GET", "/v1/models", ALL))[2]
+
+
+async def test_a_body_in_chunks_is_renamed(each_way: Stack) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for part in (b'{"model": "gpt', b'-4o", "prompt": "x"', b"}"):
+            yield part
+
+    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {ALIAS_ONLY}"}) as client:
+        for path in ("/v1/completions", "/tokenize"):
+            async with client.post(each_way.url + path, data=parts()) as got:
+                assert got.status == 200
+    assert each_way.asked() == ["llama-70b", "llama-70b"]
 
 
 async def test_an_alias_and_a_service_tier_are_both_in_the_answer(one: Stack) -> None:
