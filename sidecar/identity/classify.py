@@ -118,7 +118,7 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
     tenant's limits, where the request is over them, `risen_from` the level that a request with a deadline had before it
     rose. `ignored` lists the client's priority fields and headers that did not count, as a client writes them, and
-    where a key is that was not read. `user` is None where the tenant does not tell its users apart.
+    where a key is that was not read. `user` is None where the tenant has no `users`.
     """
 
     tenant: Tenant
