@@ -27,7 +27,6 @@ from sidecar.engines.registry import client_members
 from sidecar.errors import AdmissionError, InvalidApiKey, InvalidToken, TenantsUnavailable, UnknownTenant, UnknownTier
 from sidecar.events import Headers
 from sidecar.identity.tokens import TokenVerifier, is_token
-from sidecar.identity.users import RequestUser
 from sidecar.payload.decode import Payload
 from sidecar.policy.choices import StoredTenants, TierSource
 from sidecar.policy.endpoint import Endpoint
@@ -37,6 +36,7 @@ from sidecar.policy.tenant import Tenant
 
 if TYPE_CHECKING:
     from sidecar.identity.service_tiers import ServiceTiers
+    from sidecar.identity.users import RequestUser
 
 API_KEY_HEADERS = (b"x-api-key", b"api-key")
 """Headers that hold a key and nothing else: Anthropic's clients send the first, Azure's the second."""
