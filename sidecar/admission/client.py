@@ -189,10 +189,10 @@ class UsageHider:
         """See ASGI's `send`."""
         if not self._is_stream:
             return self._send(self._begun(message) if message["type"] == "http.response.start" else message)
-        body = message.get("body")
-        if body is None or self.passes(body := bytes(body)):  # Starlette lets apps send a memoryview
+        body, is_last = bytes(message.get("body", b"")), not message.get("more_body", False)  # perhaps a memoryview
+        if message["type"] != "http.response.body" or (self.passes(body) if body else not is_last):
             return self._send(message)
-        shown = self._shown(body, is_last=not message.get("more_body", False))
+        shown = self._shown(body, is_last=is_last)
         # Also without bytes: the head may wait for this message, and `engine_time` asks so whether the client reads.
         return self._send({**message, "body": shown})
 

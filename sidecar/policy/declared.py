@@ -145,7 +145,10 @@ def figures(value: Any, name: str = "") -> Any:
     """A record as JSON types, under the keys of its file; durations are in seconds, None is no bound."""
     parts = next((parts for ending, parts in _PARTS.items() if name.endswith(ending)), None)
     if is_dataclass(value) and not isinstance(value, type):
-        return {written_name(one): figures(getattr(value, one.name), one.name) for one in fields(value)}
+        found = {written_name(one): figures(getattr(value, one.name), one.name) for one in fields(value)}
+        return {name: figure for name, figure in found.items() if name != "hours" or figure}
+    if name == "hours":
+        return {str(hours): entry.changes() for hours, entry in value}
     if isinstance(value, tuple):
         return [figures(one) for one in value]
     if value is None or value == UNLIMITED:

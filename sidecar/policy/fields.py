@@ -28,7 +28,6 @@ from sidecar.engines.base import MOST_SEGMENTS
 from sidecar.policy import units
 from sidecar.policy.choices import Learn, TierSource
 from sidecar.policy.declared import context
-from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import printable, quoted, suggestion, unknown
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
@@ -543,10 +542,6 @@ SourceList = Annotated[
     tuple[Annotated[TierSource, Choice(TierSource, "source")], ...],
     listed("[body, header, endpoint, key]"),
     AfterValidator(distinct),
-]
-KeyHashes = Annotated[
-    tuple[Annotated[str, Reads(read_hash, schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$"))], ...],
-    listed('keys: ["sha256:..."] as `sidecar keys new` prints it', or_empty=True),
 ]
 Thresholds = Annotated[
     dict[Level, Annotated[float, Reads(units.number, {"type": "number"})]],
