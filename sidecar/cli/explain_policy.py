@@ -239,6 +239,7 @@ class RequestExplanation:
             "clamped_by": self._ceiling(made.tenant) if clamped else None,
             "downgraded_from": None if made.downgraded_from is None else self._names[made.downgraded_from],
             "ignored": list(made.ignored),
+            "user": None if made.user is None else made.user.shown,
         }
 
     def _ceiling(self, tenant: Tenant) -> str:
@@ -392,6 +393,8 @@ def _which(found: Found) -> list[str]:
     if found["ignored"]:
         names = ", ".join(found["ignored"])
         lines.append(f"   ignored: {names}   (response: x-admission-ignored)")
+    if found["user"] is not None:
+        lines.append(f"   user: {found['user'] or 'none is named'}")
     return lines
 
 
