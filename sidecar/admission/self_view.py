@@ -135,7 +135,7 @@ async def _view(controller: AdmissionController, tenant: Tenant) -> SelfView:
 async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView:
     limits = tenant.limits
     left = None if controller.counts_apart else await _left(controller, tenant)
-    budgets = {} if controller.usage is None else controller.usage.budgets(tenant)
+    budgets = {} if controller.usage is None else controller.usage.budgets(tenant.account)
     return LimitsView(
         *_by_minute(limits, left),
         limits.concurrent_requests,

@@ -129,7 +129,7 @@ def written_name(one: Field[Any]) -> str:
 
 
 def _without_unit(name: str) -> str:
-    return re.sub("_(s|us|bytes|percent)$", "", name)
+    return re.sub("_(s|us|bytes|percent|thousandths)$", "", name)
 
 
 def values(record: DataclassInstance) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def values(record: DataclassInstance) -> dict[str, Any]:
     return {one.name: getattr(record, one.name) for one in fields(record)}
 
 
-_PARTS = {"_us": 1_000_000, "_percent": 100, "speed": 1000}
+_PARTS = {"_us": 1_000_000, "_percent": 100, "_thousandths": 1000, "speed": 1000}
 """Endings of fields that count in parts of one, with the number of the parts."""
 
 
@@ -148,6 +148,8 @@ def figures(value: Any, name: str = "") -> Any:
         return {written_name(one): figures(getattr(value, one.name), one.name) for one in fields(value)}
     if isinstance(value, tuple):
         return [figures(one) for one in value]
+    if isinstance(value, dict):
+        return {name: figures(one) for name, one in value.items()}
     if value is None or value == UNLIMITED:
         return None
     if parts is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -14,7 +15,7 @@ from sidecar.policy.declared import OrDefault, ReadAs, declared, key
 @dataclass(frozen=True, slots=True)
 @declared
 class AccountLimits:
-    """Limits of one account. Each is unlimited if left out."""
+    """Limits of one account, such as a tenant's at one model. Each is unlimited if left out."""
 
     requests_per_minute: of.RateCount | None = key(None, "Requests per minute.", 600)
     tokens_per_minute: of.RateCount | None = key(None, "Tokens per minute, prompts and answers.", "200k")
@@ -44,12 +45,24 @@ class AccountLimits:
         return self.tokens_per_day is not None or self.tokens_per_month is not None
 
 
+_ByModel = Annotated[dict[of.ModelName, AccountLimits], of.mapped("{llama-70b: {tokens_per_minute: 50k}}")]
+
+
+def _by_model(models: dict[str, AccountLimits] | None) -> Mapping[str, AccountLimits]:
+    return models or {}
+
+
 @dataclass(frozen=True, slots=True)
 @declared
 class Limits(AccountLimits):
     """A tenant's own limits. Each is unlimited if left out."""
 
     max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 8192)
+    models: Annotated[Mapping[str, AccountLimits], ReadAs(_ByModel | None, _by_model)] = key(
+        None,
+        "Limits of its requests to single models of the pool's file, which count in these, too.",
+        {"llama-70b": {"tokens_per_minute": "50k"}},
+    )
 
 
 NO_LIMITS = Limits()
@@ -99,6 +112,21 @@ class Tenant:
     downgrade_level: of.OverLimit | None = key(
         None, "Over a limit: `reject` (the default), or {downgrade: TIER}.", name="over_limit"
     )
+
+    @property
+    def account(self) -> Account:
+        """The account of all that it sends."""
+        return Account(self.name, self.limits)
+
+    def account_at(self, model: str) -> Account | None:
+        """The account of what it sends to a model; None where that has no limits of its own."""
+        limits = self.limits.models.get(model)
+        return None if limits is None else Account(f"{self.name} model {model}", limits)
+
+    @property
+    def accounts(self) -> Sequence[Account]:
+        """All that the policy names: its own, and those of models."""
+        return [self.account, *(it for model in self.limits.models if (it := self.account_at(model)) is not None)]
 
     @field_validator("max_level")
     @classmethod

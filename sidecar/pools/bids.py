@@ -125,14 +125,17 @@ class Bids:
         return None
 
     def charge(self, tier: int, tenant: str, tokens: int, weight: int) -> None:
-        """Growth of a tenant's lease, while others of the tier wait."""
+        """Growth of a tenant's lease, while others of the tier wait; below 0 what it did not use."""
         held = self._tiers[tier]
         if held.queue or not self._lined.issuperset(held.shown):
             held.queue.charge(tenant, tokens, weight)
-            shown = [it.arrival for bid, it in held.shown.items() if it.tenant == tenant and self._is_tagged(bid, it)]
+            shown = [it for bid, it in held.shown.items() if it.tenant == tenant and self._is_tagged(bid, it)]
             if shown:
+                first = min(shown, key=lambda it: it.arrival)
                 held.queue.put_behind(tenant)
-                self._shift(held, tenant, min(shown), tokens / weight)
+                self._shift(held, tenant, first.arrival, tokens / weight)
+                if tokens < 0:
+                    first.start = max(held.queue.virtual, (first.start or 0.0) + tokens / weight)
 
     def has_urgent(self, now_us: int, of_level: int | None = None) -> bool:
         """True if one is to be shown at once, and not with what is sent next.
@@ -226,7 +229,7 @@ class Bids:
         found: dict[str, float] = {}
         for bid, ticket in tier.shown.items():
             if self._is_tagged(bid, ticket):
-                found[ticket.tenant] = found.get(ticket.tenant, 0.0) + ticket.tokens / ticket.weight
+                found[ticket.tenant] = found.get(ticket.tenant, 0.0) + ticket.charged / ticket.weight
         return found
 
     def _is_tagged(self, bid: int, ticket: Ticket) -> bool:
@@ -296,7 +299,7 @@ class Bids:
         if bid not in self._lined:
             tier.queue.give_back(ticket)
             if not ticket.has_returned:
-                self._shift(tier, ticket.tenant, ticket.arrival, -ticket.tokens / ticket.weight)
+                self._shift(tier, ticket.tenant, ticket.arrival, -ticket.charged / ticket.weight)
         return ticket
 
     def _show(self, tier: _Tier, ticket: Ticket, now_us: int) -> Bid:
@@ -324,6 +327,7 @@ class Bids:
             ticket.gain,
             ticket.has_returned,
             start if start is not None and start < tier.queue.virtual else None,
+            ticket.cost,
         )
 
 

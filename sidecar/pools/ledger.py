@@ -376,6 +376,7 @@ class Ledger:
             gain=bid.gain,
             has_returned=bid.has_returned,
             hint=bid.hint,
+            cost=bid.cost,
         )
         member.bids[bid.id] = ticket
         state.scheduler.add(ticket)

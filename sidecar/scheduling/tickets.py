@@ -50,7 +50,7 @@ class Ticket(msgspec.Struct, eq=False):
 
     `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: names of engines that refused it.
     `arrived_us`: when it first came, also if it came back. `hint`: its start tag where it waited
-    at its owner while the virtual time went on.
+    at its owner while the virtual time went on. `cost`: what its tenant is charged for in place of its tokens.
     """
 
     id: str
@@ -68,6 +68,7 @@ class Ticket(msgspec.Struct, eq=False):
     gain: TicketGain | None = None
     has_returned: bool = False
     hint: float | None = None
+    cost: int | None = None
 
     start: float | None = None
     engine: str | None = None
@@ -84,6 +85,11 @@ class Ticket(msgspec.Struct, eq=False):
     def arrival(self) -> tuple[int, str, int]:
         """Compares tickets by arrival, then by the order of submission."""
         return self.arrived_us, self.owner, self.number
+
+    @property
+    def charged(self) -> int:
+        """Its tenant's charge in fair order (rule 2)."""
+        return self.tokens if self.cost is None else self.cost
 
     @property
     def is_for_floor(self) -> bool:

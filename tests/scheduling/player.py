@@ -76,6 +76,7 @@ def ticket_of(step, tier, now, number):
         "",
         number,
         gain,
+        cost=step.get("cost"),
     )
 
 

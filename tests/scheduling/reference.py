@@ -54,6 +54,7 @@ class Request:
     number: int
     gain: dict | None
     seen: int  # how many had entered when it came
+    cost: int  # what its tenant is charged for: its tokens, or their weights
     state: str = "waiting"  # then perhaps "line"; "running"; "over"
     start: Fraction | None = None  # its tag, once it is the first of its tenant
     returns: int = 0
@@ -212,7 +213,7 @@ class Reference:
         is_last, key = len(self.waiting(r.tier)) == 1, (r.tier, r.tenant)
         r.state = "line"
         if not is_last and not r.returns:
-            self.finish[key] = max(first.start, self.finish.get(key, ZERO)) + self.divide(r.tokens, r.weight)
+            self.finish[key] = max(first.start, self.finish.get(key, ZERO)) + self.divide(r.cost, r.weight)
             if first is not r:  # by gain
                 first.start = max(first.start, self.finish[key])
         if not is_last and not self.by_gain:
@@ -599,7 +600,7 @@ class Reference:
         r.kept = False
         r.start = min([self.virtual.get(r.tier, ZERO), *(q.start for q in self.firsts(r.tier))])
         r.state, r.returns = "waiting", r.returns + 1
-        self.largest[r.tier] = max(self.largest.get(r.tier, 1), r.tokens)
+        self.largest[r.tier] = max(self.largest.get(r.tier, 1), r.cost)
 
     def do(self, step: dict, now: int) -> None:
         self.now, what, ticket, get = now, step["do"], step.get("id"), step.get
@@ -621,9 +622,10 @@ class Reference:
                 len(self.all),
                 gain,
                 len(self.entered),
+                get("cost", step["tokens"]),
             )
             self.all.append(r)
-            self.largest[tier] = max(self.largest.get(tier, 1), r.tokens)
+            self.largest[tier] = max(self.largest.get(tier, 1), r.cost)
             self.tag(tier)
         elif what == "cancel" and (r := self.find(ticket, "waiting")):
             r.state = "over"
@@ -642,10 +644,14 @@ class Reference:
             r.barred += tuple(get("barred", ()))
             self.back(r)
         elif what == "charge" and self.waiting(tier):
-            key = tier, get("tenant", "")
-            self.finish[key] = max(self.virtual.get(tier, ZERO), self.finish.get(key, ZERO)) + self.divide(
-                step["tokens"], get("weight", 1)
-            )
+            key, virtual = (tier, get("tenant", "")), self.virtual.get(tier, ZERO)
+            more = self.divide(step["tokens"], get("weight", 1))
+            self.finish[key] = max(virtual, max(virtual, self.finish.get(key, ZERO)) + more)
+            if more < 0:  # a lease did not use it: its tenant's first comes so much earlier, but never before V
+                for r in self.firsts(tier):
+                    if r.tenant == key[1] and not r.returns:
+                        r.start = max(virtual, r.start + more)
+                self.tag(tier)
         elif what == "engines":
             offers = {o["id"]: o for o in step["engines"]}
             stay = [e for e, o in self.engines.items() if self.running(e) or (o["known"] and e in offers)]

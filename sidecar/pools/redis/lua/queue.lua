@@ -131,10 +131,12 @@ local function rank(queue, ticket)
   if bounds[ticket] > 0 then table.insert(list, low, ticket) end
 end
 
+local function charged(ticket) return ticket[COST] or ticket[TOKENS] end
+
 local function queue_add(ticket)
   local tier, tenant = ticket[TIER], ticket[TENANT]
   local t, queue = tiers[tier], queue_of(tier)
-  t[LARGEST], t[SMALLEST] = max(t[LARGEST], ticket[TOKENS]), min(t[SMALLEST], ticket[TOKENS])
+  t[LARGEST], t[SMALLEST] = max(t[LARGEST], charged(ticket)), min(t[SMALLEST], ticket[TOKENS])
   if ticket[HAS_RETURNED] then
     local first = next_of(tier)
     ticket[START] = first and min(t[VIRTUAL], first[START]) or t[VIRTUAL]
@@ -186,7 +188,7 @@ local function queue_leave(ticket)
   if not rules[R_BY_GAIN] then t[VIRTUAL] = max(t[VIRTUAL], ticket[START] or 0) end
   if not ticket[HAS_RETURNED] then
     local first = ticket_at(lane_of(queue, tenant), 1)
-    local finish = max(first[START] or 0, queue.finish[tenant] or 0) + ticket[TOKENS] / ticket[WEIGHT]
+    local finish = max(first[START] or 0, queue.finish[tenant] or 0) + charged(ticket) / ticket[WEIGHT]
     queue.finish[tenant] = finish
     forget_tags(tier, queue)
     if first ~= ticket and (not first[START] or first[START] < finish) then first[START], first.packed = finish, nil end
@@ -195,12 +197,18 @@ local function queue_leave(ticket)
   tag(tier, tenant)
 end
 
--- Growth of a tenant's lease, while others of the tier wait.
+-- Growth of a tenant's lease, while others of the tier wait. Below 0: what it did not use is given back.
 local function queue_charge(tier, tenant, tokens, weight)
   if not tier or tiers[tier][QUEUED] == 0 then return end
-  local queue = queue_of(tier)
-  queue.finish[tenant] = max(tiers[tier][VIRTUAL], queue.finish[tenant] or 0) + tokens / weight
+  local queue, virtual = queue_of(tier), tiers[tier][VIRTUAL]
+  queue.finish[tenant] = max(virtual, max(virtual, queue.finish[tenant] or 0) + tokens / weight)
   changed['q:' .. tier] = true
+  local lane = tokens < 0 and lane_of(queue, tenant)
+  local first = lane and ticket_at(lane, 1)
+  if first and first[START] then
+    first[START], first.packed = max(virtual, first[START] + tokens / weight), nil
+    tag(tier, tenant)
+  end
 end
 
 -- Rule 9: whether a tenant had so much more than its part that it comes after all others.
