@@ -1,4 +1,4 @@
-"""What a request is charged for: the accounts beside its tenant's own, and the weights of its tokens, by its model."""
+"""Charges of a request by its model: the weights of its tokens, and the accounts beside its tenant's own."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ class ChargesByModel:
     """The weights of each model, by the names that clients call it; the name of the only one may be left out."""
 
     def __init__(self, policy: Policy) -> None:
-        self._called: Mapping[str | None, str] = {**policy.called_models} if policy.models else {}
+        called = dict(policy.called_models) if policy.models else {}
         if len(policy.models) == 1:
-            self._called |= dict.fromkeys((None, ""), next(iter(policy.models)))
+            called[""] = next(iter(policy.models))
+        self._called: Mapping[str, str] = called
         self._costs = {name: _weighted(one.cost or policy.cost) for name, one in policy.models.items()}
         self._of_others = _weighted(policy.cost)
 
     def cost(self, model: str | None) -> TokenCost | None:
         """The weights of a model's tokens; None where each counts as one."""
-        return self._costs.get(self._called.get(model, ""), self._of_others)
+        return self._costs.get(self._called.get(model or "", ""), self._of_others)
 
     def accounts(self, tenant: Tenant, model: str | None) -> tuple[Account, ...]:
         """The accounts of a request beside its tenant's own."""
-        called = self._called.get(model)
+        called = self._called.get(model or "")
         account = None if called is None else tenant.account_at(called)
         return () if account is None else (account,)
 
 
 def charges_by_model(policy: Policy) -> ChargesByModel | None:
-    """What requests are charged for by their models; None where all tokens count as one, and in one account."""
+    """The charges of a policy; None where all tokens count as one, and in one account."""
     has_costs = policy.cost is not None or any(model.cost is not None for model in policy.models.values())
     if has_costs or any(tenant.limits.models for tenant in policy.named.values()):
         return ChargesByModel(policy)
@@ -40,7 +41,7 @@ def charges_by_model(policy: Policy) -> ChargesByModel | None:
 
 
 def weighed(cost: TokenCost | None, usage: UsageReader, prompt_tokens: int, tokens: int) -> int:
-    """What `tokens` of an answer's usage count for. `prompt_tokens` is the estimate of its prompts."""
+    """The count for `tokens` of an answer's usage. `prompt_tokens` is the estimate of its prompts."""
     if cost is None:
         return tokens
     prompt = min(tokens, prompt_tokens if usage.input_tokens is None else usage.input_tokens)

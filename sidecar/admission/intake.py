@@ -38,6 +38,7 @@ from sidecar.lengths.token_estimates import tokens_to_hold
 from sidecar.payload.decode import Payload, decode
 from sidecar.payload.edit import remove
 from sidecar.policy.choices import Background, Unsized
+from sidecar.policy.cost import RequestCost, TokenCost
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
@@ -86,8 +87,10 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     is the output maximum that is written into the body, because the body has none and the tenant has a limit.
     `max_wait_s` is the longest wait that the client allows, `objective` its tier's, as the client loosens it, None
     where its gain is not measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's.
-    `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine. The
-    body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again: `Ask.request`.
+    `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine.
+    `token_cost` has the weights of its tokens, None where each counts as one; `beside` are the accounts beside its
+    tenant's own. The body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again:
+    `Ask.request`.
     """
 
     headers: Mapping[bytes, bytes]
@@ -108,6 +111,8 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     objective: Objective | None = None
     gain: TicketGain | None = None
     is_unread: bool = False
+    token_cost: TokenCost | None = None
+    beside: tuple[Account, ...] = ()
 
     def __hash__(self) -> int:
         """Equal when its tenant sends the same body again, while that is kept. Hardly any request is asked."""
@@ -147,7 +152,10 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
-        accounts = (Account(tenant.name, tenant.limits),) if tenant.limits.are_counted else ()
+        cost = self.token_cost
+        accounts: tuple[Account, ...] = (tenant.account,) if tenant.limits.are_counted else ()
+        if self.beside:
+            accounts += tuple(account for account in self.beside if account.limits.are_counted)
         return Ask(
             tier=self.classification.level,
             tenant=tenant.name,
@@ -162,6 +170,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
             hits=hits or (),
             most=most,
             gain=self.gain,
+            cost=None if cost is None else RequestCost(cost, self.prompt_tokens * self.payload.choices),
         )
 
     def longest_wait_s(self, policy: Policy) -> float | None:
@@ -305,7 +314,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     ) -> SizedRequest:
         """Classifies a decoded body of `size` bytes, and sizes its prompts by their bytes."""
         snapshot, endpoint, headers = self._snapshot, self._endpoint, self._headers
-        policy, api, tenant = snapshot.policy, endpoint.api, self.tenant
+        policy, api, tenant, charges = snapshot.policy, endpoint.api, self.tenant, snapshot.charges
         assert tenant is not None
         if endpoint.size is not None:
             payload.prompt_tokens = endpoint.size.of(size)
@@ -351,6 +360,8 @@ class RequestIntake(msgspec.Struct, eq=False):
             max_wait_s=_asked_wait_s(headers),
             objective=objective,
             is_unread=is_unread,
+            token_cost=None if charges is None else charges.cost(payload.model),
+            beside=() if charges is None else charges.accounts(tenant, payload.model),
         )
 
 

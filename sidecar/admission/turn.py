@@ -181,11 +181,11 @@ class Turn(msgspec.Struct, eq=False):
         `request` has the level from then on that is charged, or whose queue is full. Raises what `Pool.enter`
         raises, and TenantLimit where a budget is used up. Nothing is left in the pool then.
         """
-        ask, lease, tenant = self._ask, None, self.request.classification.tenant
+        ask, lease, tenant, beside = self._ask, None, self.request.classification.tenant, self.request.beside
         level = ask.tier
         try:
-            if self.budgets is not None and tenant.limits.have_budgets:
-                ask = self.budgets.within(ask, tenant, self._pool)
+            if self.budgets is not None and (beside or tenant.limits.have_budgets):
+                ask = self.budgets.within(ask, tenant, self._pool, beside)
                 level = ask.tier
             self._lease = lease = await self._pool.enter(ask)
             level = lease.ask.tier
@@ -298,7 +298,7 @@ class Turn(msgspec.Struct, eq=False):
         if comments is not None:
             await comments.admitted(grant.queue_wait_us / 1e6)
         if self.budgets is not None and not self.preemptions and not self.hand_backs:
-            over = self.budgets.used_up(self.request.classification.tenant)
+            over = self.budgets.used_up(self.request.classification.tenant, self.request.beside)
             if over is not None:
                 raise TurnEnded(EndCause.BUDGET, await self._how_it_went(), over)
         return grant

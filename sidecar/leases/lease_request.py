@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import NamedTuple
 
+from sidecar.admission.charges import ChargesByModel
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
@@ -34,7 +35,7 @@ class LeaseRequest(NamedTuple):
     is_preemptible: bool
     model: str | None
 
-    def sized(self, policy: Policy) -> SizedRequest:
+    def sized(self, policy: Policy, charges: ChargesByModel | None = None) -> SizedRequest:
         """The request of a pool with this policy, as the intake makes it of a body.
 
         Raises ValueError for what cannot be, and TenantsUnavailable where the tenants in the store were not read yet.
@@ -59,6 +60,8 @@ class LeaseRequest(NamedTuple):
             requests=self.requests,
             max_wait_s=self.max_wait_s,
             hits=(),
+            token_cost=None if charges is None else charges.cost(self.model),
+            beside=() if charges is None else charges.accounts(tenant, self.model),
         )
 
     def usage(self, tokens: int | None) -> UsageReader:

@@ -39,7 +39,7 @@ class TokenCost:
         return self.input_thousandths == self.cached_thousandths == self.output_thousandths == THOUSANDTHS
 
     def of(self, prompt: int, cached: int, output: int) -> int:
-        """What a prompt, of which the cache had so many tokens, and an answer count for."""
+        """The count for a prompt, of which the cache had so many tokens, and an answer."""
         cached = min(cached, prompt)
         counted = (prompt - cached) * self.input_thousandths + cached * self.cached_thousandths
         return -(-(counted + output * self.output_thousandths) // THOUSANDTHS)
@@ -55,12 +55,12 @@ class RequestCost(NamedTuple):
     prompt: int
 
     def of(self, tokens: int) -> int:
-        """What so many tokens count for, of which those beyond the prompt are the answer's."""
+        """The count for so many tokens, of which those beyond the prompt are the answer's."""
         prompt = min(tokens, self.prompt)
         return self.weights.of(prompt, 0, tokens - prompt)
 
     def in_turns(self, tokens: int) -> int:
-        """The same in fair shares: at least one, so that tenants take turns where nothing counts."""
+        """The count in fair shares: at least one, so that tenants take turns where nothing counts."""
         return max(1, self.of(tokens))
 
     def most_in_turns(self, tokens: int) -> int:

@@ -137,6 +137,10 @@ class Bids:
                 if tokens < 0:
                     first.start = max(held.queue.virtual, (first.start or 0.0) + tokens / weight)
 
+    def has_paid(self, ticket: Ticket) -> bool:
+        """True if the tags have its charge still: others waited when it left, and none has let them start afresh."""
+        return ticket.afresh == self._tiers[ticket.tier].afresh
+
     def has_urgent(self, now_us: int, of_level: int | None = None) -> bool:
         """True if one is to be shown at once, and not with what is sent next.
 
@@ -308,6 +312,8 @@ class Bids:
         tier.queue.show(ticket)
         self._made += 1
         self._bids[ticket.id] = self._made
+        if not ticket.has_returned:
+            ticket.afresh = tier.afresh
         if tier.is_known and (tier.last is None or _order(ticket) >= _order(tier.shown[tier.last])):
             tier.last = self._made
         tier.shown[self._made] = ticket

@@ -61,4 +61,5 @@ def new_ticket(ask: Ask, number: int, arrived_us: int) -> Ticket:
         "",
         number,
         ask.gain,
+        cost=ask.fair_cost,
     )

@@ -156,9 +156,9 @@ class Member:
             self._call_by(now_us + self._lazy_us)
 
     def charge(self, lease: ScheduledLease, tokens: int, now_us: int) -> None:
-        """The tenant of a lease is charged for so many tokens more (rule 2)."""
+        """The tenant of a lease is charged for so many tokens more (rule 2); below 0: gets them back, if it paid."""
         ticket = lease.ticket
-        if self._near is not None and not self._bids:
+        if (self._near and not self._bids) or (tokens < 0 and not self._bids.has_paid(ticket)):
             return
         self._news.append(NewsItem(LeaseGrowth(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0)))
         self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
@@ -206,9 +206,9 @@ class Member:
         lease.ticket.barred |= frozenset(barred)
         self._wait_again(lease, lease.returns + 1, now_us)
 
-    def ask_again(self, lease: ScheduledLease, tokens: int, now_us: int) -> None:
-        """A lease that nobody has used waits on: it had grown. It is charged for that (rule 2), and not as a return."""
-        self.charge(lease, tokens - lease.ticket.tokens, now_us)
+    def ask_again(self, lease: ScheduledLease, tokens: int, more: int, now_us: int) -> None:
+        """A lease that nobody has used waits on: it had grown, and is charged for so much `more`. It is no return."""
+        self.charge(lease, more, now_us)
         self.resize(lease, tokens, now_us)
         self._wait_again(lease, lease.returns, now_us)
 

@@ -51,6 +51,7 @@ class Ticket(msgspec.Struct, eq=False):
     `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: names of engines that refused it.
     `arrived_us`: when it first came, also if it came back. `hint`: its start tag where it waited
     at its owner while the virtual time went on. `cost`: what its tenant is charged for in place of its tokens.
+    `afresh`: how often its tier's tags had started afresh when its owner first showed it.
     """
 
     id: str
@@ -69,6 +70,7 @@ class Ticket(msgspec.Struct, eq=False):
     has_returned: bool = False
     hint: float | None = None
     cost: int | None = None
+    afresh: int = -2
 
     start: float | None = None
     engine: str | None = None
