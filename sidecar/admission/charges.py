@@ -18,8 +18,8 @@ class ChargesByModel:
         if len(policy.models) == 1:
             called[""] = next(iter(policy.models))
         self._called: Mapping[str, str] = called
-        self._costs = {name: _weighted(one.cost or policy.cost) for name, one in policy.models.items()}
-        self._of_others = _weighted(policy.cost)
+        self._costs = {name: _weighted(policy.cost_for(name)) for name in policy.models}
+        self._of_others = _weighted(policy.cost_for(None))
 
     def cost(self, model: str | None) -> TokenCost | None:
         """The weights of a model's tokens; None where each counts as one."""
@@ -34,10 +34,8 @@ class ChargesByModel:
 
 def charges_by_model(policy: Policy) -> ChargesByModel | None:
     """The charges of a policy; None where all tokens count as one, and in one account."""
-    has_costs = policy.cost is not None or any(model.cost is not None for model in policy.models.values())
-    if has_costs or any(tenant.limits.models for tenant in policy.named.values()):
-        return ChargesByModel(policy)
-    return None
+    has_accounts = any(tenant.limits.models for tenant in policy.named.values())
+    return ChargesByModel(policy) if has_accounts or policy.has_costs else None
 
 
 def weighed(cost: TokenCost | None, usage: UsageReader, prompt_tokens: int, tokens: int) -> int:
@@ -48,5 +46,5 @@ def weighed(cost: TokenCost | None, usage: UsageReader, prompt_tokens: int, toke
     return cost.of(prompt, usage.cached_tokens or 0, tokens - prompt)
 
 
-def _weighted(cost: TokenCost | None) -> TokenCost | None:
-    return None if cost is None or cost.is_plain else cost
+def _weighted(cost: TokenCost) -> TokenCost | None:
+    return None if cost.is_plain else cost

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 from pydantic import ValidationInfo, field_validator
 
 from sidecar.policy import fields as of
-from sidecar.policy.declared import ReadAs, declared, key
+from sidecar.policy.declared import ReadAs, declared, figures, key
 
 THOUSANDTHS = 1000
 """Weights are whole numbers of thousandths, so that every replica counts the same."""
@@ -33,10 +33,19 @@ class TokenCost:
     def _as_input(cls, cached: int | None, info: ValidationInfo) -> int:
         return int(info.data.get("input_thousandths", THOUSANDTHS)) if cached is None else cached
 
+    @classmethod
+    def plain(cls) -> TokenCost:
+        """The weights with which each token counts as one."""
+        return cls(THOUSANDTHS, THOUSANDTHS, THOUSANDTHS)
+
     @property
     def is_plain(self) -> bool:
         """True if each token counts as one."""
-        return self.input_thousandths == self.cached_thousandths == self.output_thousandths == THOUSANDTHS
+        return self == TokenCost.plain()
+
+    def __str__(self) -> str:
+        """The weights in the file's words."""
+        return ", ".join(f"{name} {weight:g}" for name, weight in figures(self).items())
 
     def of(self, prompt: int, cached: int, output: int) -> int:
         """The count for a prompt, of which the cache had so many tokens, and an answer."""

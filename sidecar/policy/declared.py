@@ -142,10 +142,14 @@ _PARTS = {"_us": 1_000_000, "_percent": 100, "_thousandths": 1000, "speed": 1000
 
 
 def figures(value: Any, name: str = "") -> Any:
-    """A record as JSON types, under the keys of its file; durations are in seconds, None is no bound."""
+    """A record as JSON types, under the keys of its file; durations are in seconds, None is no bound.
+
+    Mappings with nothing in them are left out.
+    """
     parts = next((parts for ending, parts in _PARTS.items() if name.endswith(ending)), None)
     if is_dataclass(value) and not isinstance(value, type):
-        return {written_name(one): figures(getattr(value, one.name), one.name) for one in fields(value)}
+        found = {one: getattr(value, one.name) for one in fields(value)}
+        return {written_name(one): figures(it, one.name) for one, it in found.items() if it != {}}
     if isinstance(value, tuple):
         return [figures(one) for one in value]
     if isinstance(value, dict):

@@ -16,6 +16,7 @@ from sidecar.policy.choices import (
     Order,
     StoredTenants,
 )
+from sidecar.policy.cost import TokenCost
 from sidecar.policy.fleet import EngineAddress, largest_size, pool_prefill, pool_size
 from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.rules import UNLIMITED, PoolRules
@@ -114,6 +115,23 @@ class Policy(PoolFile):
     def called_models(self) -> Mapping[str, str]:
         """The models by the names that clients may call them: their own and their aliases, in the file's order."""
         return {name: model for model, one in self.models.items() for name in (model, *one.aliases)}
+
+    @property
+    def has_costs(self) -> bool:
+        """True if tokens are weighted, of one model at least."""
+        costs = [self.cost, *(model.cost for model in self.models.values())]
+        return any(cost is not None and not cost.is_plain for cost in costs)
+
+    @property
+    def costs(self) -> Mapping[str, TokenCost]:
+        """The weights of tokens by model, in a pool for all `any model`; none where each token counts as one."""
+        return {model: self.cost_for(model) for model in self.models or ("any model",)} if self.has_costs else {}
+
+    def cost_for(self, model: str | None) -> TokenCost:
+        """The weights of the tokens of a model, or of others than those of the policy."""
+        of_model = self.models.get(model or "")
+        own = None if of_model is None else of_model.cost
+        return own or self.cost or TokenCost.plain()
 
     @property
     def reads_capacity(self) -> bool:

@@ -128,6 +128,11 @@ class Tenant:
         """All that the policy names: its own, and those of models."""
         return [self.account, *(it for model in self.limits.models if (it := self.account_at(model)) is not None)]
 
+    @property
+    def has_budgets(self) -> bool:
+        """True if an account of it has a budget."""
+        return any(account.limits.have_budgets for account in self.accounts)
+
     @field_validator("max_level")
     @classmethod
     def _max_tier_covers_tier(cls, best: int | None, info: ValidationInfo) -> int:

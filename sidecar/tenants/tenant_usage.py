@@ -156,8 +156,9 @@ class TenantUsage:
 
     def _refusal(self, account: Account, over: str) -> TenantLimit:
         budget = self.budgets(account)[over]
+        tokens = "weighted tokens" if self._policy.has_costs else "tokens"
         return TenantLimit(
-            f"{account_text(account.name)} has used {budget.used:,} tokens of its {budget.tokens:,} per {over}; the "
+            f"{account_text(account.name)} has used {budget.used:,} {tokens} of its {budget.tokens:,} per {over}; the "
             f"next {over} (UTC) begins in {short_duration(budget.ends_in_s)}",
             retry_after_s=budget.ends_in_s,
             allowance=RemainingLimits(),
