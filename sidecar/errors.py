@@ -244,6 +244,15 @@ class EngineTimeout(AdmissionError):
     kind = "server_error"
 
 
+class DeadlinePassed(AdmissionError):
+    """Its `x-admission-deadline` passed before it was admitted; the tenant is charged nothing."""
+
+    status = 504
+    code = "deadline"
+    kind = "server_error"
+    never_fits = True
+
+
 class NotStarted(AdmissionError):
     """The mounted middleware cannot serve in this server or environment; the server's log says why."""
 

@@ -2,7 +2,8 @@
 
 The middleware reports to one `Observation` per request, in the order of the classes below: at most one of each,
 `Received` first, `Refused` or `Settled` last. Only a request that is preempted or handed back begins again: after
-`Preempted` come `Queued` and, if it is admitted again, `Admitted`; it ends in `Settled` either way. In a pool of
+`Preempted` come `Queued` and, if it is admitted again, `Admitted`; it ends in `Settled` either way. `Risen` may come
+any number of times after a `Queued`. In a pool of
 several engines `Replayed` comes before such a `Preempted`, and says which engine did not serve it. A request that
 passes in `mode: observe` is reported as it really went (admitted, without a wait), or with `Settled` alone where it
 would have been refused before its tier was known; `Observed` comes anywhere in between, where it is known in time.
@@ -77,7 +78,8 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
 
     `preemptible` says that what it is admitted with may be taken back until its first byte goes out; `downgraded_from`
     is the tier it would have had, had its tenant not been over its limits. `expected` is None where no output length is
-    learned.
+    learned. One that `is_deferred` has a deadline, and waits for as long as it may. `risen_from` is in the record of
+    one that rose.
     """
 
     at_us: int
@@ -94,6 +96,8 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     preemptible: bool = False
     downgraded_from: str | None = None
     expected: Expectation | None = None
+    risen_from: str | None = None
+    is_deferred: bool = False
 
 
 class Obstacle(str, Enum):
@@ -121,6 +125,14 @@ class Queued(msgspec.Struct, frozen=True, gc=False):
     obstacle: Obstacle
     explanation: str
     mark: tuple[int, int] | None = None
+
+
+class Risen(msgspec.Struct, frozen=True, gc=False):
+    """The waiting request rose to a better tier, `tier`, as its deadline came near. `mark` is that of `Queued`."""
+
+    at_us: int
+    tier: str
+    mark: tuple[int, int]
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):
@@ -339,7 +351,7 @@ class ShadowHolds(msgspec.Struct):
     would_miss: int = 0
 
 
-Event = Classified | Queued | Admitted | Replayed | Preempted | Observed | Refused | FirstByte | Settled
+Event = Classified | Queued | Risen | Admitted | Replayed | Preempted | Observed | Refused | FirstByte | Settled
 
 
 class AppTrace(Protocol):

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet_routers import real
-from benchmarks.fleet_routers.engines import MODEL, Engines, Received, Tap, free_ports
+from benchmarks.fleet_routers.emulated_engine import MODEL
+from benchmarks.fleet_routers.engines import Engines, Received, Tap, free_ports
 from sidecar.tools.loadgen.client import Planned, Seen, play
 from sidecar.tools.replay.prompts import Words
 

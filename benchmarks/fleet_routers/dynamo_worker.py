@@ -6,7 +6,7 @@ token ids. This one runs in Dynamo's own environment, one for each engine, and i
     python dynamo_worker.py --engine URL --model-path DIR
 
 It sends the ids to the engine's /v1/completions, reports the engine's usage, and ends when the engine's process ends,
-as Dynamo's own workers do: the engine is a part of them. The engine's KV events (`sidecar/tools/emulator/kv_events.py`)
+as Dynamo's own workers do: the engine is a part of them. The engine's KV events (`kv_events.py`)
 become Dynamo's, which needs the tokens of each block: the worker hashes the prompts that it sends as the engine does.
 What an engine generates is in no prompt of its, and is left out.
 The protocol: `GenerateRequest` and `GenerateChunk` in `dynamo/common/backend/engine.py` of ai-dynamo 1.6.1.

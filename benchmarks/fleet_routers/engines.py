@@ -18,10 +18,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-MODEL = "emulated"
+from benchmarks.fleet_routers import emulated_engine
+
 READY_WITHIN_S = 60.0
-SETTINGS = ["--model", MODEL, "--max-num-seqs", "2", "--step-ms", "20", "--enable-prefix-caching", "--cache-report"]
-SETTINGS += ["--block-size", "16", "--kv-tokens", "40000"]
 REFUSAL = {"error": {"message": "The request queue is full.", "type": "overloaded", "code": 503}}
 HOP = frozenset({"connection", "content-length", "host", "transfer-encoding"})
 
@@ -76,10 +75,8 @@ class Engines:
 
     def _start(self, number: int) -> None:
         if self._processes[number] is None:
-            where = ["--engine", self._engine, "--port", str(self._ports[number])]
-            line = [sys.executable, "-m", "sidecar.cli", "emulate", *where, *SETTINGS]
             self._processes[number] = subprocess.Popen(
-                line,
+                [sys.executable, "-m", emulated_engine.__name__, self._engine, str(self._ports[number])],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # uvicorn minds the routers' gRPC
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from contextvars import Token
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,11 +18,13 @@ from starlette.types import Message, Scope, Send
 from sidecar.admission.background import BackgroundRequest
 from sidecar.admission.charges import weighed
 from sidecar.admission.client import ClientChannel
-from sidecar.admission.handover import Write
+from sidecar.admission.handover import Write, find_write, with_write
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import Held, PendingAbort, PendingAborts
 from sidecar.admission.request_gain import RequestGain
+from sidecar.admission.responses import send_error
 from sidecar.admission.usage import UsageReader
+from sidecar.apis import Api
 from sidecar.context import Granted, Holder, current
 from sidecar.errors import AdmissionError, EngineUnreachable
 from sidecar.events import AppTrace, Outcome
@@ -134,6 +137,11 @@ class CostReader:
             )
             self._longest = len(place.member) + _MOST_DIGITS + 20
 
+    @property
+    def reads_bodies(self) -> bool:
+        """True if the cost is in an answer's body."""
+        return self._number is not None
+
     def feed(self, message: Message) -> None:
         """Takes a message of the answer."""
         if message["type"] == "http.response.start":
@@ -184,6 +192,11 @@ class Answer(msgspec.Struct, eq=False):
     is_over: bool = False
     is_dropped: bool = False
 
+    async def send_error(self, error: AdmissionError, api: Api) -> None:
+        """Answers in the engine's place, as if it had."""
+        self.is_dropped = False
+        await send_error(self.send, error, anthropic=api is Api.MESSAGES)
+
     def send(self, message: Message) -> Awaitable[None]:
         """The app's `send`. Streams have many chunks: each costs no more than this, and no coroutine of its own."""
         if self.cost is not None:
@@ -209,6 +222,17 @@ class Answer(msgspec.Struct, eq=False):
             return False
         self._read_chunk(body)
         return True
+
+    def keep_short_ways(self, scope: Scope, *, is_proxied: bool) -> None:
+        """Leaves the app only those short ways of the server on which no byte passes unread, or without its edit."""
+        client, cost = self._client, self.cost
+        if client.keepalive is not None or client.editor is not None or (cost is not None and cost.reads_bodies):
+            scope["extensions"] = without_files(scope)
+        if (write := find_write(scope)) is not None:
+            if client.editor is not None:
+                write = partial(client.editor.write, write)
+            is_framed = client.keepalive is not None or not is_proxied
+            with_write(scope, None if is_framed else partial(self.write, write))
 
     def finish(self) -> None:
         """The request is over, or the attempt: no more of it is read."""

@@ -20,10 +20,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import Context, copy_context
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.types import Message, Receive, Send
@@ -35,6 +35,9 @@ from sidecar.apis import Api
 from sidecar.events import Headers
 from sidecar.pools import Lease
 from sidecar.tasks import is_canceled_again
+
+if TYPE_CHECKING:
+    from sidecar.admission.answer_edits import AnswerEditor, Edit
 
 EVENTS = b"text/event-stream"
 LONGEST_ERROR = 64 * 1024
@@ -250,7 +253,7 @@ class ClientChannel(msgspec.Struct, eq=False):
     `disconnected_us` is when a disconnect was seen, by `now_us`, the pool's clock in microseconds; None before.
     `send` takes the response. Once comments have begun it, `keepalive` is the rest of the response's `send`. From
     `cut_us` on the app gets no message but a disconnect, though the client has not left.
-    `hider`: see `hide_usage`.
+    `hider`: see `hide_usage`. `editor`: see `edit`.
     """
 
     _receive: Receive
@@ -259,10 +262,20 @@ class ClientChannel(msgspec.Struct, eq=False):
     keepalive: SseKeepAlive | None = None
     disconnected_us: int | None = None
     hider: UsageHider | None = None
+    editor: AnswerEditor | None = None
     cut_us: int | None = None
     _disconnect: asyncio.Task[Message] | None = None
     _receiving: tuple[asyncio.Task[object] | None, ...] = ()
     _context: Context = msgspec.field(default_factory=copy_context)
+
+    def edit(self, edits: Sequence[Edit]) -> None:
+        """From now on the client gets answers with these edits. Before `hide_usage`, which reads the engine's own."""
+        if self.editor is None:
+            from sidecar.admission.answer_edits import AnswerEditor
+
+            self.editor = AnswerEditor(self.send, edits)
+            self.send = self.editor.send
+        self.editor.edits = edits
 
     def hide_usage(self) -> None:
         """From now on the client does not see the usage of a stream. Harmless when repeated."""

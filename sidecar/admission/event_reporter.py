@@ -34,10 +34,12 @@ from sidecar.events import (
     Refused,
     Replayed,
     ReplayReason,
+    Risen,
     ServiceGain,
     Settled,
 )
 from sidecar.lengths.lease_size import LeaseSize
+from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
 from sidecar.pools import Grant
 
@@ -98,6 +100,10 @@ class EventReporter(msgspec.Struct, eq=False):
             self.gain.report.queued(obstacle)
         if self.observation is not None or self._begin is not None:
             self.event(Queued(self._now_us(), *obstacle(), mark))
+
+    def risen(self, request: SizedRequest, policy: Policy, mark: tuple[int, int]) -> None:
+        """The waiting request rose to a better tier."""
+        self.event(Risen(self._now_us(), policy.tiers[request.classification.level].name, mark))
 
     def waited_for_store(self, since_us: int) -> None:
         """The pool's first answer admitted the request, but took so long that it counts as a wait."""
@@ -266,6 +272,7 @@ def _classified(
         preemptible=not is_kept and snapshot.are_preemptible_by_rule[classification.level],
         downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
         expected=None if request.expected is None else request.expected.expectation(payload),
+        is_deferred=request.deadline_us is not None,
     )
 
 

@@ -21,7 +21,7 @@ would have the engine.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Container, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
@@ -40,17 +40,28 @@ from sidecar.engines.base import Engine, Forward
 from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
 from sidecar.identity.classify import TenantClaims, named_by_app
+from sidecar.identity.service_tiers import granted_name, is_read
 from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant
 
+if TYPE_CHECKING:
+    from sidecar.admission.answer_edits import Edit
+
 _CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS
 """The APIs whose streams have to be asked; those of the others always say their usage. An enumeration's attribute costs
 as much as a call."""
 _NOT_ASKED = (None, False, "false", "0", "no", "off", "n", "f")
 """Values of `include_usage` that do not ask, as engines read them (pydantic)."""
+_SERVICE_TIER = "service_tier"
+_SERVICE_TIER_IN = {
+    Api.CHAT: ((_SERVICE_TIER,), (_SERVICE_TIER,), "choices"),
+    Api.RESPONSES: ((_SERVICE_TIER,), ("response", _SERVICE_TIER), "output"),
+    Api.MESSAGES: (("usage", _SERVICE_TIER), ("message", "usage", _SERVICE_TIER), "input_tokens"),
+}
+"""Where an API says the tier that was granted: in a whole answer, in a stream's events, and beside which member."""
 
 
 class _Options(msgspec.Struct):
@@ -92,26 +103,36 @@ def _asking_options(written: bytes | None, engine: Engine) -> bytes | None:
     return options
 
 
-def request_for_app(
-    request: SizedRequest,
-    endpoint: Endpoint,
-    scope: Scope,
-    pairs: Headers,
-    *,
-    forward: Forward,
-    added: Headers,
-    stream_options: bytes | None,
-) -> tuple[Scope, bytes]:
-    """The scope and the body for the app, which gets the priority by `forward`.
+def body_for_app(request: SizedRequest, policy: Policy, forward: Forward, stream_options: bytes | None) -> bytes:
+    """The body for the app, which gets the priority by `forward`. See also `forwarded_body`."""
+    payload, tiers = request.payload, policy.service_tiers
+    body = forwarded_body(_capped_body(request), payload, forward, stream_options)
+    if payload.service_tier is not None and tiers and is_read(tiers, payload.service_tier):
+        body = remove(body, (_SERVICE_TIER,))
+    return body
 
-    `pairs` are the client's headers as they came, `added` those that replace them. See also `forwarded_body`.
-    """
-    body = forwarded_body(_capped_body(request), request.payload, forward, stream_options)
+
+def scope_for_app(  # noqa: PLR0917  # names at the call would cost as much as the rest
+    request: SizedRequest, endpoint: Endpoint, scope: Scope, pairs: Headers, added: Headers, body: bytes
+) -> Scope:
+    """The scope for the app. `pairs` are the client's headers as they came, `added` those that replace them."""
     if b"content-length" in request.headers and (
         body is not request.payload.body or CONTENT_ENCODING in request.stripped
     ):
         added = (*added, (b"content-length", b"%d" % len(body)))
-    return forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.stripped, added)), body
+    return forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.stripped, added))
+
+
+def answer_edits(request: SizedRequest, policy: Policy) -> Sequence[Edit]:
+    """Edits by which the answer to a client that sent a `service_tier` says which it got, in its API's own member."""
+    api, asked = request.api, request.payload.service_tier
+    if asked is None or not policy.service_tiers or asked == b"null" or api not in _SERVICE_TIER_IN:
+        return ()
+    from sidecar.admission.answer_edits import Edit
+
+    whole, streamed, beside = _SERVICE_TIER_IN[api]
+    name = granted_name(policy.service_tiers, api, request.classification.level, asked)
+    return (Edit(streamed if request.payload.stream else whole, b'"%b"' % name.encode(), beside),)
 
 
 def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:

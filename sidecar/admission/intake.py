@@ -15,6 +15,8 @@ import msgspec
 from msgspec.structs import replace
 from starlette.types import Message, Scope
 
+from sidecar.admission.charges import ChargesByModel
+from sidecar.admission.deadline import DEADLINE_HEADER, asked_deadline_us, latest_deadline_us
 from sidecar.admission.policy_snapshot import KEY_HEADERS, PolicySnapshot
 from sidecar.admission.via import refuse_loop
 from sidecar.apis import Api
@@ -85,11 +87,13 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     none. `expected` is what it is expected to use, None before it enters the pool and where nothing is learned.
     `stripped` names the client's headers that must not be forwarded, `added` are headers for the engine. `output_cap`
     is the output maximum that is written into the body, because the body has none and the tenant has a limit.
-    `max_wait_s` is the longest wait that the client allows, `objective` its tier's, as the client loosens it, None
-    where its gain is not measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's.
-    `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine.
-    `token_cost` has the weights of its tokens, None where each counts as one; `beside` are the accounts beside its
-    tenant's own. The body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again:
+    `max_wait_s` is the longest wait that the client allows. `deadline_us` is until when it may wait instead of its
+    tier's `max_wait`, by the pool's clock, None for a request without a deadline. `objective` is its tier's, as the
+    client loosens it, None where its gain is not measured. `gain` are its figures where the pool orders by gain. `path`
+    is the endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool
+    of one engine. `token_cost` has the weights of its tokens, None where each counts as one; `beside` are the accounts
+    beside its tenant's own. The body of one that `is_unread` passes as it comes. Its hash says whether a client sends
+    it again:
     `Ask.request`.
     """
 
@@ -111,6 +115,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     objective: Objective | None = None
     gain: TicketGain | None = None
     is_unread: bool = False
+    deadline_us: int | None = None
     token_cost: TokenCost | None = None
     beside: tuple[Account, ...] = ()
 
@@ -149,6 +154,16 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
         """With the level that the pool charges, or whose queue is full."""
         return replace(self, classification=self.classification.charged(level))
 
+    def risen(self, level: int) -> SizedRequest:
+        """With the better level that it rose to."""
+        return replace(self, classification=self.classification.risen(level))
+
+    @property
+    def best_level(self) -> int:
+        """The best level that it may rise to: none above the one that it has where its tenant is over its limits."""
+        classification = self.classification
+        return classification.tenant.max_level if classification.downgraded_from is None else classification.level
+
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
@@ -170,11 +185,17 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
             hits=hits or (),
             most=most,
             gain=self.gain,
+            is_deferred=self.deadline_us is not None,
             cost=None if cost is None else RequestCost(cost, self.prompt_tokens * self.payload.choices),
         )
 
     def longest_wait_s(self, policy: Policy) -> float | None:
-        """The longest wait in seconds: the tier's, or the client's where that is shorter. None: no limit."""
+        """The longest wait in seconds: the tier's, or the client's where that is shorter. None: no limit.
+
+        The tier's does not count where the request has a deadline.
+        """
+        if self.deadline_us is not None:
+            return self.max_wait_s
         waits_s = (self.max_wait_s, policy.tiers[self.classification.level].queue.max_wait_s)
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
@@ -214,6 +235,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     _size: int = 0
     is_whole: bool = False
     trace: Callable[[Asked, Tenant], None] | None = None
+    _deadline_us: int | None = None
 
     def check_head(self, pairs: Headers, scope: Scope) -> None:
         """Checks the way here, the key and the declared length, before a byte of the body is read.
@@ -226,10 +248,13 @@ class RequestIntake(msgspec.Struct, eq=False):
             refuse_loop(headers[b"via"])
         if len(headers) != len(pairs):  # one of them is given twice
             refuse_two_keys(pairs, headers, snapshot)
-            _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
+            once = snapshot.policy.tier_header, MAX_WAIT_HEADER, DEADLINE_HEADER, *SLO_HEADERS
+            _refuse_two_values(pairs, once)
         self.tenant = tenant = snapshot.classifier.tenant(headers, scope, pairs)
         if tenant is snapshot.policy.anonymous:
             self._unread_keys = snapshot.classifier.unread(headers, scope.get("query_string", b""))
+        if DEADLINE_HEADER in headers:
+            self._deadline_us = asked_deadline_us(headers[DEADLINE_HEADER], self._received_us)
         if CONTENT_ENCODING in headers and not self._is_upload:
             from sidecar.payload.content_codings import packed_body
 
@@ -314,7 +339,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     ) -> SizedRequest:
         """Classifies a decoded body of `size` bytes, and sizes its prompts by their bytes."""
         snapshot, endpoint, headers = self._snapshot, self._endpoint, self._headers
-        policy, api, tenant, charges = snapshot.policy, endpoint.api, self.tenant, snapshot.charges
+        policy, api, tenant = snapshot.policy, endpoint.api, self.tenant
         assert tenant is not None
         if endpoint.size is not None:
             payload.prompt_tokens = endpoint.size.of(size)
@@ -342,9 +367,15 @@ class RequestIntake(msgspec.Struct, eq=False):
         if objective is not None and not headers.keys().isdisjoint(SLO_HEADERS):
             objective, ignored = asked_slo(headers, objective)
             classification = classification.ignoring(ignored)
+        deadline_us = asked_us = self._deadline_us
+        if asked_us is not None:
+            deadline_us = latest_deadline_us(policy, classification.level, asked_us, self._received_us)
+            if deadline_us != asked_us:
+                classification = classification.ignoring((DEADLINE_HEADER.decode(),))
+            objective = None  # it waits for as long as it may: that is no miss of its tier's `slo`
         self.classification = classification
         added = snapshot.credentials.added
-        return SizedRequest(
+        request = SizedRequest(
             headers=headers,
             payload=payload,
             classification=classification,
@@ -360,9 +391,16 @@ class RequestIntake(msgspec.Struct, eq=False):
             max_wait_s=_asked_wait_s(headers),
             objective=objective,
             is_unread=is_unread,
-            token_cost=None if charges is None else charges.cost(payload.model),
-            beside=() if charges is None else charges.accounts(tenant, payload.model),
+            deadline_us=deadline_us,
         )
+        return request if snapshot.charges is None else _charged(request, snapshot.charges)
+
+
+def _charged(request: SizedRequest, charges: ChargesByModel) -> SizedRequest:
+    """The request with its charges, by its model."""
+    model = request.payload.model
+    accounts = charges.accounts(request.classification.tenant, model)
+    return replace(request, token_cost=charges.cost(model), beside=accounts)
 
 
 async def counted(request: SizedRequest, snapshot: PolicySnapshot) -> SizedRequest:

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.answer import Answer, CostReader, EngineCall, without_files
+from sidecar.admission.answer import Answer, CostReader, EngineCall
 from sidecar.admission.attempt import EngineTime, PreemptibleAttempt, break_off, disconnects_before
 from sidecar.admission.background import BackgroundEnd, BackgroundRequest
 from sidecar.admission.client import (
@@ -28,17 +28,19 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.engine_route import EngineRoute
 from sidecar.admission.event_reporter import new_reporter
 from sidecar.admission.forwarding import (
+    answer_edits,
     ask_for_usage,
+    body_for_app,
     id_for_app,
     new_granted,
     pass_read,
-    request_for_app,
+    scope_for_app,
     show_outside,
 )
-from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with_write
+from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY
 from sidecar.admission.intake import RequestIntake, SizedRequest, counted, is_upload, sized_for
 from sidecar.admission.pending_aborts import Held
-from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
+from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id
 from sidecar.admission.turn import EndCause, Stage, Turn, TurnEnded, TurnUser, refusal_for
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
@@ -228,7 +230,7 @@ class RequestHandler(TurnUser):
     def entered(self, lease: Lease | None) -> None:
         """See `TurnUser`."""
         request, snapshot = self._turn.request, self._snapshot
-        self._request, self._intake.classification = request, request.classification
+        self.rose(request)
         at_us = self._now_us() if lease is None else lease.entered_us
         if snapshot.objectives:
             self._reporter.gain = self._controller.gain.follow(request, snapshot, at_us)
@@ -238,6 +240,10 @@ class RequestHandler(TurnUser):
         self._lease, self.stage = lease, Stage.WAITING
         if snapshot.are_preemptible[request.classification.level] and request.may_be_repeated:
             lease.on_preempt = self._preempt
+
+    def rose(self, request: SizedRequest) -> None:
+        """See `TurnUser`."""
+        self._request, self._intake.classification = request, request.classification
 
     def disconnect(self) -> asyncio.Future[Any]:
         """See `TurnUser`."""
@@ -378,18 +384,13 @@ class RequestHandler(TurnUser):
                 await self._refuse(error, None)
         elif status is None:
             self._call.error, self._overdue = error, None
-            await self._send_error(error)
+            assert self._answer is not None
+            await self._answer.send_error(error, self._endpoint.api)
         else:
             self._settle(Outcome.FAILED, error.code)
             streams = self._request.payload.stream and status < 400
             assert self._answer is not None
             await break_off(self._client, error, self._endpoint.api, self._answer.usage, streams=streams)
-
-    async def _send_error(self, error: AdmissionError) -> None:
-        """Answers in the engine's place, as if it had."""
-        assert self._answer is not None
-        self._answer.is_dropped = False
-        await send_error(self._answer.send, error, anthropic=self._endpoint.api is Api.MESSAGES)
 
     async def _leaves(self, route: EngineRoute) -> bool:
         """True if a request that got nothing of an answer waits for another engine. Else it gets the error."""
@@ -399,11 +400,14 @@ class RequestHandler(TurnUser):
             return self.stage is Stage.RUNNING
         self._call.is_handed_back, error = False, self._call.error
         assert error is not None
-        await self._send_error(error)
+        assert self._answer is not None
+        await self._answer.send_error(error, self._endpoint.api)
         return False
 
     def _scope_for_app(self, forward: Forward, granted: Granted, answer: Answer) -> Scope:
-        request = self._request
+        request, policy = self._request, self._snapshot.policy
+        if edits := answer_edits(request, policy):
+            self._client.edit(edits)
         asked = self._snapshot.asks_usage_of
         options = ask_for_usage(request, asked, answer.usage) if asked is None or request.payload.stream else None
         if options is not None:
@@ -412,20 +416,15 @@ class RequestHandler(TurnUser):
         traced = () if observation is None else observation.headers()
         named = () if is_proxied else id_for_app(self._request_id, self._pairs, request.headers)
         added = (*forward.headers, *traced, *request.added, *named)
-        scope, body = request_for_app(
-            request, self._endpoint, self._scope, self._pairs, forward=forward, added=added, stream_options=options
-        )
+        body = body_for_app(request, policy, forward, options)
+        scope = scope_for_app(request, self._endpoint, self._scope, self._pairs, added, body)
         self._body = None if self._upload else body
-        if self._client.keepalive is not None or (self._endpoint.cost is not None and self._endpoint.cost.member):
-            scope["extensions"] = without_files(scope)
         if request.payload.background:
             app = self._controller.app if self._route is None else self._route.pinned(self._controller.app)
             answer.background = BackgroundRequest(app, scope, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
-        if (write := find_write(scope)) is not None:
-            is_framed = self._client.keepalive is not None or not is_proxied
-            with_write(scope, None if is_framed else partial(answer.write, write))
+        answer.keep_short_ways(scope, is_proxied=is_proxied)
         scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
         self._for_app = None if is_proxied else scope
         return scope

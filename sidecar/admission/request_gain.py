@@ -118,7 +118,7 @@ class GainMeter:
         classification = request.classification
         level, objective = classification.level, request.objective
         is_downgraded = classification.downgraded_from is not None
-        if is_downgraded:
+        if is_downgraded and request.deadline_us is None:
             objective = snapshot.objectives[level]
         tier = None if objective is None else self.ledger.tier(snapshot.tier_names[level].decode())
         report = None

@@ -92,6 +92,8 @@ def answer_headers(  # noqa: PLR0917  # names at the call would cost as much as 
     added = [(b"x-admission-tier", tier_names[classification.level])]
     if classification.clamped_from is not None or classification.ignored:
         added += differences(request, tier_names)
+    if classification.risen_from is not None:
+        added.append((b"x-admission-risen-from", tier_names[classification.risen_from]))
     added += wait_headers(grant)
     if preemptions:
         added.append((b"x-admission-preempted", b"%d" % preemptions))

@@ -19,12 +19,14 @@ from typing import Any
 import msgspec
 
 from sidecar.admission.client import ClientComments
+from sidecar.admission.deadline import RisingWait
 from sidecar.admission.engine_route import EngineHealth, no_engine
 from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest
 from sidecar.durations import short_duration
 from sidecar.errors import (
     AdmissionError,
+    DeadlinePassed,
     Draining,
     QueueFull,
     QueueTimeout,
@@ -35,7 +37,7 @@ from sidecar.lengths.lease_size import LeaseSizes
 from sidecar.policy.model import Policy
 from sidecar.policy.tier import Tier
 from sidecar.pools import Ask, Grant, Lease, Pool
-from sidecar.pools.base import QueueStanding, WaitGivenUp, WaitOutcome
+from sidecar.pools.base import QueueMark, QueueStanding, WaitGivenUp, WaitOutcome
 from sidecar.tenants.tenant_usage import TenantUsage
 
 _PREEMPTED = (Obstacle.PREEMPTED, "its room went to a more important request")
@@ -66,6 +68,7 @@ class EndCause(Enum):
 
     DISCONNECTED = "disconnected"
     TOO_LONG = "too long"
+    DEADLINE = "deadline"
     GIVEN_UP = "given up"
     """The process is about to end, or every request passes from now on."""
     BUDGET = "budget"
@@ -96,6 +99,9 @@ class TurnUser:
 
     def entered(self, lease: Lease | None) -> None:
         """The pool has taken the request, or has refused it: None. Only now it is known which tier is charged."""
+
+    def rose(self, request: SizedRequest) -> None:
+        """The waiting request rose to a better tier."""
 
     def disconnect(self) -> asyncio.Future[Any] | None:
         """The future that is done when the client has left; None where there is no client."""
@@ -147,6 +153,7 @@ class Turn(msgspec.Struct, eq=False):
     _outlasts: bool = False
     _ends_us: int | None = None
     _most_s: float | None = None
+    _mark: QueueMark = QueueMark(0, 0)
 
     @property
     def lease(self) -> Lease:
@@ -179,11 +186,13 @@ class Turn(msgspec.Struct, eq=False):
         """Enters the pool, at the level that the tenant's budgets and limits leave it.
 
         `request` has the level from then on that is charged, or whose queue is full. Raises what `Pool.enter`
-        raises, and TenantLimit where a budget is used up. Nothing is left in the pool then.
+        raises, TenantLimit where a budget is used up, and DeadlinePassed. Nothing is left in the pool then.
         """
         ask, lease, tenant, beside = self._ask, None, self.request.classification.tenant, self.request.beside
-        level = ask.tier
+        level, deadline_us = ask.tier, self.request.deadline_us
         try:
+            if deadline_us is not None and deadline_us <= self._pool.now_us():
+                raise DeadlinePassed("the deadline had passed when the request came; send it with a later one")
             if self.budgets is not None and (beside or tenant.limits.have_budgets):
                 ask = self.budgets.within(ask, tenant, self._pool, beside)
                 level = ask.tier
@@ -287,11 +296,17 @@ class Turn(msgspec.Struct, eq=False):
         if user.passes:
             lease.give_up()
         events: set[asyncio.Future[Any]] = {granted} if disconnect is None else {granted, disconnect}
-        await self._wait_for(events, comments)
+        rising = None if self.request.deadline_us is None else self._rise(self.request.deadline_us)
+        try:
+            await self._wait_for(events, comments)
+        finally:
+            if rising is not None:
+                rising.stop()
         if disconnect is not None and disconnect.done():  # even at the moment of the grant: no one reads the response
             raise TurnEnded(EndCause.DISCONNECTED, await self._how_it_went())
         if not granted.done():
-            raise TurnEnded(EndCause.TOO_LONG, await lease.leave(), most_s=self._most_s)
+            cause = EndCause.DEADLINE if self._is_by_deadline else EndCause.TOO_LONG
+            raise TurnEnded(cause, await lease.leave(), most_s=self._most_s)
         if isinstance(granted.exception(), WaitGivenUp):
             raise TurnEnded(EndCause.GIVEN_UP, await self._how_it_went())
         grant = granted.result()
@@ -303,18 +318,36 @@ class Turn(msgspec.Struct, eq=False):
                 raise TurnEnded(EndCause.BUDGET, await self._how_it_went(), over)
         return grant
 
+    @property
+    def _is_by_deadline(self) -> bool:
+        """True if the request's deadline ends its wait, and no shorter time does."""
+        deadline_us, ends_us = self.request.deadline_us, self._ends_us
+        return deadline_us is not None and (ends_us is None or deadline_us <= ends_us)
+
+    def _rise(self, deadline_us: int) -> RisingWait:
+        """Raises the request to better tiers while it waits, as its deadline comes near."""
+        return RisingWait(self._pool, self.lease, deadline_us, self.request.best_level, self._rose)
+
+    def _rose(self) -> None:
+        level = self.lease.tier
+        self._mark = self._pool.mark(level)
+        self.request = self.request.risen(level)
+        self.reports.risen(self.request, self._policy, self._mark)
+        self._user.rose(self.request)
+
     async def _how_it_went(self) -> Grant | None:
         """How the wait went, after the lease was given back, or the queue left."""
         return self.lease.grant if self.lease.settle(0) else await self.lease.leave()
 
     async def _wait_for(self, events: set[asyncio.Future[Any]], comments: ClientComments | None) -> None:
         """Returns when one of the events has come, or the time of the wait is over. Comments go out meanwhile."""
-        left_s = math.inf if self._ends_us is None else max(0, self._ends_us - self._pool.now_us()) / 1e6
+        ends_us = self.request.deadline_us if self._is_by_deadline else self._ends_us
+        left_s = math.inf if ends_us is None else max(0, ends_us - self._pool.now_us()) / 1e6
         if comments is None:
             most_s = None if math.isinf(left_s) else left_s
             await asyncio.wait(events, timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
             return
-        mark, now_s = self._pool.mark(self.lease.tier), asyncio.get_running_loop().time
+        self._mark, now_s = self._pool.mark(self.lease.tier), asyncio.get_running_loop().time
         ends_s = now_s() + left_s
         while (left_s := ends_s - now_s()) > 0:
             timeout_s = min(comments.every_s, left_s)
@@ -322,7 +355,7 @@ class Turn(msgspec.Struct, eq=False):
             if done:
                 return
             if now_s() < ends_s:
-                await comments.comment(_place(self._pool.standing(self.lease.tier, mark)))
+                await comments.comment(_place(self._pool.standing(self.lease.tier, self._mark)))
 
 
 def _place(standing: QueueStanding) -> str:
@@ -354,6 +387,8 @@ def _end_of_wait(watch: EngineHealth, pool: Pool, tier: Tier, end: TurnEnded) ->
     """The refusal of a request whose wait is over."""
     if end.cause is EndCause.GIVEN_UP:
         return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
+    if end.cause is EndCause.DEADLINE:
+        return DeadlinePassed(f"no room came free for tier {tier.name} before the deadline of the request")
     if not watch.is_usable:
         return no_engine(watch)
     assert end.most_s is not None

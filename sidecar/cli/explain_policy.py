@@ -47,6 +47,7 @@ from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tenant import Tenant
 from sidecar.pools import Pool
+from sidecar.pools.base import monotonic_us
 
 SMALLEST = {
     Api.CHAT: b'{"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}',
@@ -156,11 +157,12 @@ class RequestExplanation:
         if headers.keys().isdisjoint((b"content-length", b"transfer-encoding")):
             pairs.append((b"content-length", b"%d" % len(body)))  # as clients send it
         headers = dict(pairs)
-        intake = RequestIntake(self._snapshot, endpoint, headers, 0)
+        now_us = monotonic_us()
+        intake = RequestIntake(self._snapshot, endpoint, headers, now_us)
         intake.trace = self._note_sources
         try:
             intake.check_head(pairs, {"client": self._client, "query_string": query})
-            request = intake.feed({"type": "http.request", "body": body}, 0)
+            request = intake.feed({"type": "http.request", "body": body}, now_us)
         finally:
             if intake.tenant is not None:
                 self._found["tenant"] = self._tenant(intake.tenant, self._named_by(headers, key))
@@ -251,12 +253,19 @@ class RequestExplanation:
             self._found |= self._classification(request.classification)
         tier = self._policy.tiers[request.classification.level]
         self._found["longest_wait_s"] = longest_s = request.longest_wait_s(self._policy)
+        self._found["deadline"] = self._deadline(request, pool.now_us())
         self._found["timeouts"] = {**asdict(tier.timeouts), "streams": request.payload.stream}
         is_granted = lease.grant is not None
         await pool.close()
         if not is_granted and longest_s is not None:  # no engine is large enough, although all of them are idle
             raise no_room(pool, tier, longest_s)
         return request
+
+    def _deadline(self, request: SizedRequest, now_us: int) -> Found | None:
+        """How long it may wait by its deadline, and the best tier that it rises to; None where it has none."""
+        if request.deadline_us is None:
+            return None
+        return {"wait_s": round((request.deadline_us - now_us) / 1e6), "rises_to": self._names[request.best_level]}
 
     def _note_size(self, request: SizedRequest, policy: Policy) -> None:
         level, sizes = request.classification.level, SizeLimits(policy)
@@ -353,6 +362,7 @@ def _who(tenant: Found) -> list[str]:
 
 def _which(found: Found) -> list[str]:
     lines, settled = [], False
+    width = max(9, *(len(source["source"]) for source in found["sources"]))
     for source in found["sources"]:
         line = _source_line(source)
         if settled:
@@ -360,7 +370,7 @@ def _which(found: Found) -> list[str]:
         elif source["wins"]:
             line += "   <- wins"
         settled = settled or source["wins"] or source["refused"]
-        lines.append(f"   {source['source']:<9} {line}")
+        lines.append(f"   {source['source']:<{width}} {line}")
     if "tier" not in found:
         return lines
     if found["source"] == "default":
@@ -377,9 +387,9 @@ def _which(found: Found) -> list[str]:
 def _source_line(source: Found) -> str:
     if source["refused"]:
         return f"{source['statement']}: {source['value']}, which is no tier"
-    if source["tier"] is None:
-        return "says nothing"
     statement = f"{source['statement']}: {source['value']}, " if source["statement"] else ""
+    if source["tier"] is None:
+        return f"{statement}which asks for no tier" if statement else "says nothing"
     return f"{statement}which means {source['tier']}" if statement else f"says {source['tier']}"
 
 
@@ -414,6 +424,10 @@ def _how_much(found: Found) -> list[str]:
         lines.append("   and no more than one engine holds")
     if found.get("longest_wait_s") is not None:
         lines.append(f"   it waits {policy_duration(found['longest_wait_s'])} at most; then 503 queue_timeout")
+    if (deadline := found.get("deadline")) is not None:
+        lines.append(f"   by its deadline it waits {policy_duration(deadline['wait_s'])} at most; then 504 deadline")
+        if deadline["rises_to"] != found["tier"]:
+            lines.append(f"   as that comes near it rises, to {deadline['rises_to']} at most")
     if "timeouts" in found:
         lines.append(f"   {_timeouts(**found['timeouts'])}; then 504 engine_timeout")
     return lines

@@ -25,7 +25,7 @@ class OldestWaiter(msgspec.Struct, frozen=True):
         float,
         gauge(
             "admission.queue.oldest_wait",
-            "How long the oldest waiting request of this process has waited.",
+            "How long the oldest waiting request of this process has waited. Not of those with a deadline.",
             SECONDS,
             missing=0.0,
         ),

@@ -25,6 +25,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
     requests: int
     max_output_tokens: int | None
     downgraded_from: str | None = None
+    risen_from: str | None = None
 
 
 class SizeDetails(Expectation, frozen=True):

@@ -72,8 +72,9 @@ def _who(story: Explanation) -> Iterator[Step]:
     lowered = (
         f"; {asked.downgraded_from} within its tenant's limits, which it was over" if asked.downgraded_from else ""
     )
+    risen = f"; it rose from {asked.risen_from}, as its deadline came near" if asked.risen_from else ""
     yield Step("asked by", f"tenant {asked.tenant}")
-    yield Step("tier", f"{asked.tier}, by {_SOURCES.get(asked.source, asked.source)}{clamped}{lowered}")
+    yield Step("tier", f"{asked.tier}, by {_SOURCES.get(asked.source, asked.source)}{clamped}{lowered}{risen}")
     model = "" if asked.model is None else f" of {asked.model}"
     kind = f"{asked.api}{model}, {'streamed' if asked.stream else 'not streamed'}"
     yield Step("holds", f"{counted(asked.tokens, 'token')} and {counted(asked.requests, 'sequence')} ({kind})")
@@ -99,6 +100,7 @@ _SOURCES = {
     "endpoint": "its endpoint",
     "key": "its tenant",
     "engine": "the engine's own priority field",
+    "service_tier": "its body's service_tier",
     "default": "the policy's default",
 }
 

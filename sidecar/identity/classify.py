@@ -26,6 +26,7 @@ from sidecar.engines.base import Carrier, Engine
 from sidecar.engines.registry import client_members
 from sidecar.errors import AdmissionError, InvalidApiKey, InvalidToken, TenantsUnavailable, UnknownTenant, UnknownTier
 from sidecar.events import Headers
+from sidecar.identity.service_tiers import AUTO, decoded
 from sidecar.identity.tokens import TokenVerifier, is_token
 from sidecar.payload.decode import Payload
 from sidecar.policy.choices import StoredTenants, TierSource
@@ -104,6 +105,7 @@ class SourceAnswer(msgspec.Struct, frozen=True):
 _NO_BODY = SourceAnswer(TierSource.BODY, None)
 _NO_HEADER = SourceAnswer(TierSource.HEADER, None)
 _NO_ENGINE = SourceAnswer(TierSource.ENGINE, None)
+_NO_SERVICE_TIER = SourceAnswer(TierSource.SERVICE_TIER, None)
 _DEFAULT = SourceAnswer(Fallback.DEFAULT, None)
 
 
@@ -111,7 +113,8 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     """A request's tenant and level.
 
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
-    tenant's limits, where the request is over them. `ignored` lists the client's priority fields and headers that did
+    tenant's limits, where the request is over them, `risen_from` the level that a request with a deadline had before it
+    rose. `ignored` lists the client's priority fields and headers that did
     not count, as a client writes them, and where a key is that was not read.
     """
 
@@ -121,10 +124,16 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     clamped_from: int | None
     ignored: tuple[str, ...]
     downgraded_from: int | None = None
+    risen_from: int | None = None
 
     def charged(self, level: int) -> Classification:
         """With the level that the pool charges, or whose queue is full."""
         return msgspec.structs.replace(self, level=level, downgraded_from=self.level)
+
+    def risen(self, level: int) -> Classification:
+        """With the better level that it rose to, as its deadline came near."""
+        before = self.level if self.risen_from is None else self.risen_from
+        return msgspec.structs.replace(self, level=level, risen_from=before)
 
     def ignoring(self, more: Iterable[str]) -> Classification:
         """With more that did not count."""
@@ -143,12 +152,14 @@ class Classifier:
         self._policy = policy
         self._dialect = dialect
         self._last = len(policy.tiers) - 1
+        self._service_levels: dict[object, int] = dict(policy.service_tiers)
         consults: Mapping[TierSource, Callable[[Asked, Tenant], SourceAnswer]] = {
             TierSource.BODY: self._body,
             TierSource.HEADER: self._header,
             TierSource.ENDPOINT: lambda asked, _: self._of_endpoint[asked.endpoint.level],
             TierSource.KEY: lambda _, tenant: self._of_key[tenant.level],
             TierSource.ENGINE: self._engine,
+            TierSource.SERVICE_TIER: self._service_tier,
         }
         levels = [None, *range(len(policy.tiers))]
         self._of_endpoint = {level: SourceAnswer(TierSource.ENDPOINT, level) for level in levels}
@@ -292,6 +303,10 @@ class Classifier:
             found += [name.decode("latin-1") for name in asked.stripped]
         if own in asked.headers:
             found.append(own.decode("latin-1"))
+        if payload.service_tier is not None and self._service_levels:
+            value = decoded(payload.service_tier)
+            if value is not None and (value != AUTO or value in self._service_levels):
+                found.append("service_tier")
         return found
 
     def _body(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002  # every source is asked alike
@@ -336,6 +351,13 @@ class Classifier:
             self._last,
         )
         return SourceAnswer(TierSource.ENGINE, level, stated.statement, f"{stated.value:g}")
+
+    def _service_tier(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002
+        raw = asked.payload.service_tier
+        if raw in (None, b"null"):
+            return _NO_SERVICE_TIER
+        assert raw is not None
+        return SourceAnswer(TierSource.SERVICE_TIER, self._service_levels.get(decoded(raw)), "service_tier", _show(raw))
 
     def _answer(self, source: TierSource, where: str, value: object, raw: bytes) -> SourceAnswer:
         """The level of a tier's name, or of a number in [0, 1] with 1 the most important, rounded to the nearest."""

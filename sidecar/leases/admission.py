@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TypeVar
 
@@ -36,22 +37,26 @@ class Admission:
         max_wait_s: float | None = None,
         is_preemptible: bool = True,
         model: str | None = None,
+        deadline: datetime | timedelta | None = None,
     ) -> LeaseBlock:
         """A lease of so many tokens, prompt and output, and `requests` sequences, for the block of an `async with`.
 
         `tier` and `tenant` are names of the policy. Without a tier it is the tenant's own. A tenant has its limits, and
         its `max_tier`; without a tenant it is the operator's own work, called `internal`, in any tier. `prompt_tokens`
         are a part of `tokens`, for pools of several engines that bound what is prefilled.
-        The wait takes at most `max_wait_s` seconds, and at most as long as the tier allows. In a tier that the policy
+        The wait takes at most `max_wait_s` seconds, and at most as long as the tier allows. With a `deadline`, in a
+        tier that has `queue.max_deadline`, it ends then instead, with DeadlinePassed, and rises to better tiers as that
+        comes near: a time with its zone, or a time from now. In a tier that the policy
         calls preemptible the block is canceled where a more important request needs the room before
         `HeldLease.keep` is called: it ends with LeasePreempted. `model` names the pool where the policy has `models`.
 
         Raises ValueError for what the policy does not have, at once, and TenantsUnavailable for a tenant that may be
         one of the store's, while those were not read. The block's beginning raises the refusals of HTTP requests:
-        RequestTooLarge, TenantLimit, QueueFull, QueueTimeout, NoEngine, StoreUnavailable, CapacityUnknown, Draining.
+        RequestTooLarge, TenantLimit, QueueFull, QueueTimeout, DeadlinePassed, NoEngine, StoreUnavailable,
+        CapacityUnknown, Draining.
         """
-        request = LeaseRequest(tier, tokens, tenant, requests, prompt_tokens, max_wait_s, is_preemptible, model)
-        return LeaseBlock(self.held_lease(request))
+        asked = LeaseRequest(tier, tokens, tenant, requests, prompt_tokens, max_wait_s, is_preemptible, model, deadline)
+        return LeaseBlock(self.held_lease(asked))
 
     async def run(
         self,
@@ -64,13 +69,14 @@ class Admission:
         prompt_tokens: int = 0,
         max_wait_s: float | None = None,
         model: str | None = None,
+        deadline: datetime | timedelta | None = None,
     ) -> T:
         """The result of `await work(lease)`, with a lease as `lease` makes it.
 
         Where it is preempted, `work` is canceled and called again as soon as it is admitted once more, with the place
         in the queue that it had.
         """
-        request = LeaseRequest(tier, tokens, tenant, requests, prompt_tokens, max_wait_s, True, model)
+        request = LeaseRequest(tier, tokens, tenant, requests, prompt_tokens, max_wait_s, True, model, deadline)
         held = self.held_lease(request)
         task: asyncio.Future[T] | None = None
 

@@ -17,6 +17,7 @@ import msgspec
 from sidecar.admission.answer import learn
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.event_reporter import EventReporter
+from sidecar.admission.intake import SizedRequest
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser, refusal_for
 from sidecar.errors import AdmissionError, Draining
 from sidecar.events import Outcome, Received
@@ -53,7 +54,8 @@ class HeldLease(TurnUser):
         self.is_preempted = False
         self._controller, self._snapshot = controller, controller.snapshot
         self._asked = asked
-        self._request = request = asked.sized(self._snapshot.policy, self._snapshot.charges)
+        now_us = controller.pool.now_us()
+        self._request = request = asked.sized(self._snapshot.policy, now_us, self._snapshot.charges)
         self._tokens = request.tokens
         self._asker = _Asker(request.classification.tenant, self.tier)
         self._reporter = EventReporter(controller.pool.now_us, self._asker)
@@ -265,6 +267,11 @@ class HeldLease(TurnUser):
         self._lease = lease
         if lease is not None and self._asked.is_preemptible:
             lease.on_preempt = self._preempt
+
+    def rose(self, request: SizedRequest) -> None:
+        """See `TurnUser`."""
+        self._request = request
+        self._asker.tier = self.tier
 
     @property
     def passes(self) -> bool:

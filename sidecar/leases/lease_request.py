@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import datetime, timedelta
 from math import isfinite
 from typing import NamedTuple
 
 from sidecar.admission.charges import ChargesByModel
+from sidecar.admission.deadline import latest_deadline_us, no_deadline, seconds_until
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
@@ -34,9 +36,10 @@ class LeaseRequest(NamedTuple):
     max_wait_s: float | None
     is_preemptible: bool
     model: str | None
+    deadline: datetime | timedelta | None
 
-    def sized(self, policy: Policy, charges: ChargesByModel | None = None) -> SizedRequest:
-        """The request of a pool with this policy, as the intake makes it of a body.
+    def sized(self, policy: Policy, now_us: int, charges: ChargesByModel | None = None) -> SizedRequest:
+        """The request of a pool with this policy, as the intake makes it of a body at `now_us` of the pool's clock.
 
         Raises ValueError for what cannot be, and TenantsUnavailable where the tenants in the store were not read yet.
         """
@@ -48,10 +51,11 @@ class LeaseRequest(NamedTuple):
         if self.model is not None and not isinstance(self.model, str):
             raise ValueError(f"model: {self.model!r} is no name; write a text, or None")
         tenant, source = self._tenant(policy), TierSource.KEY if self.tier is None else Fallback.LEASE
+        level = self._level(policy, tenant)
         return SizedRequest(
             headers={},
             payload=Payload(self.model, stream=False),
-            classification=Classification(tenant, self._level(policy, tenant), source, None, ()),
+            classification=Classification(tenant, level, source, None, ()),
             api=Api.GENERIC,
             path=PATH,
             prompt_tokens=self.prompt_tokens,
@@ -60,6 +64,7 @@ class LeaseRequest(NamedTuple):
             requests=self.requests,
             max_wait_s=self.max_wait_s,
             hits=(),
+            deadline_us=self._deadline_us(policy, level, now_us),
             token_cost=None if charges is None else charges.cost(self.model),
             beside=() if charges is None else charges.accounts(tenant, self.model),
         )
@@ -97,6 +102,21 @@ class LeaseRequest(NamedTuple):
                 f"{_one_of(names[tenant.max_level :])}"
             )
         return level
+
+    def _deadline_us(self, policy: Policy, level: int, now_us: int) -> int | None:
+        """Its deadline by the pool's clock, at most as late as the tier allows."""
+        deadline = self.deadline
+        if deadline is None:
+            return None
+        if isinstance(deadline, timedelta):
+            left_s = deadline.total_seconds()
+        elif isinstance(deadline, datetime) and deadline.utcoffset() is not None:
+            left_s = seconds_until(deadline)
+        else:
+            raise ValueError(f"deadline: {deadline!r} is no timedelta, and no datetime with a zone; write one of them")
+        if policy.tiers[level].queue.max_deadline_s is None:
+            raise ValueError(f"deadline: {no_deadline(policy, level)}")
+        return latest_deadline_us(policy, level, now_us + round(left_s * 1e6), now_us)
 
 
 def _one_of(names: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
+from datetime import datetime, timedelta
 from functools import partial
 from itertools import count
 from types import TracebackType
@@ -132,6 +133,7 @@ class ThreadAdmission:
         max_wait_s: float | None = None,
         when_preempted: Callable[[], None] | None = None,
         model: str | None = None,
+        deadline: datetime | timedelta | None = None,
     ) -> ThreadLeaseBlock:
         """See `Admission.lease`, for a `with` in any thread.
 
@@ -139,8 +141,8 @@ class ThreadAdmission:
         another thread, and should make the block end soon: it may close the connection to the engine.
         """
         is_preemptible = when_preempted is not None
-        request = LeaseRequest(tier, tokens, tenant, requests, prompt_tokens, max_wait_s, is_preemptible, model)
-        return ThreadLeaseBlock(self._admission.held_lease(request), self._thread, when_preempted)
+        asked = LeaseRequest(tier, tokens, tenant, requests, prompt_tokens, max_wait_s, is_preemptible, model, deadline)
+        return ThreadLeaseBlock(self._admission.held_lease(asked), self._thread, when_preempted)
 
 
 class ThreadLeaseBlock:

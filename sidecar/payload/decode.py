@@ -59,10 +59,10 @@ class Payload(msgspec.Struct, gc=False):
 
     The prompt is the sum of `prompt_bytes`, the UTF-8 size of the text to be tokenized, and `prompt_tokens`, which are
     known exactly (token ids) or fixed (media parts). `prompts` times `choices` sequences run at the engine, each for up
-    to `max_output_tokens` (None: the client set no maximum). `priority` and `nvext` are undecoded, None if absent. A
-    null counts as present, because it would overrule a priority that is inserted beside it. `parts` of the prompt are
-    text, or JSON (bytes) of which a chat template writes the text. `background` says that the response runs on after
-    its answer, `names_response` that the client chose its id.
+    to `max_output_tokens` (None: the client set no maximum). `priority`, `nvext` and `service_tier` are undecoded, None
+    if absent. A null counts as present, because it would overrule a priority that is inserted beside it. `parts` of the
+    prompt are text, or JSON (bytes) of which a chat template writes the text. `background` says that the response runs
+    on after its answer, `names_response` that the client chose its id.
 
     `unread_bytes` is the size of fields that are not known to be harmless, and so count as prompt. `unsized` names a
     field with a prompt whose size the body does not say. `is_understood` says that the prompt is only text in the API's
@@ -81,6 +81,7 @@ class Payload(msgspec.Struct, gc=False):
     choices: int = 1
     priority: bytes | None = None
     nvext: bytes | None = None
+    service_tier: bytes | None = None
     background: bool = False
     names_response: bool = False
     unread_bytes: int = 0
@@ -126,6 +127,7 @@ class _Fields(msgspec.Struct, gc=False):
     stream: bool | None = None
     priority: _Raw = msgspec.UNSET
     nvext: _Raw = msgspec.UNSET
+    service_tier: _Raw = msgspec.UNSET
     tool_choice: _Raw = msgspec.UNSET
     reasoning_effort: _Raw = msgspec.UNSET
     reasoning: _Raw = msgspec.UNSET
@@ -190,6 +192,7 @@ def decode(api: Api, body: bytes) -> Payload:
         if (
             fields.priority is _UNSET
             and fields.nvext is _UNSET
+            and fields.service_tier is _UNSET
             and fields.reasoning_effort is _UNSET
             and fields.reasoning is _UNSET
             and fields.thinking is _UNSET
@@ -396,6 +399,7 @@ def _add_others(payload: Payload, fields: _Fields, others: Carried) -> None:
     """Adds what only some requests have: a priority, traits, and a prompt in the fields beside the API's own."""
     payload.priority = None if fields.priority is _UNSET else bytes(fields.priority)
     payload.nvext = None if fields.nvext is _UNSET else bytes(fields.nvext)
+    payload.service_tier = None if fields.service_tier is _UNSET else bytes(fields.service_tier)
     payload.prompt_bytes += sum(map(json_bytes, others.texts))
     payload.parts = (*payload.parts, *map(_to_text, others.texts))
     payload.prompt_tokens += others.tokens

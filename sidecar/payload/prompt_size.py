@@ -47,7 +47,7 @@ HARMLESS: frozenset[str] = frozenset(
         # How the model's own template is filled in.
         *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
         # Names for people, caches and routers.
-        *("client_metadata", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+        *("client_metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
         *("request_id", "rid", "session_id", "cache_salt", "extra_key", "custom_labels", "conversation_params"),
         *("agent_hierarchy", "lora_path", "lora_request", "ngram_corpus_id", "data_parallel_rank", "routed_dp_rank"),
         *("disagg_prefill_dp_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room"),

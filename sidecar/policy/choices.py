@@ -6,13 +6,17 @@ from enum import Enum
 
 
 class TierSource(str, Enum):
-    """Where a request's tier may come from. `engine` is the engine's own priority field or header, sent by a client."""
+    """Where a request's tier may come from.
+
+    `engine` is the engine's own priority field or header, sent by a client, `service_tier` the body's field.
+    """
 
     BODY = "body"
     HEADER = "header"
     ENDPOINT = "endpoint"
     KEY = "key"
     ENGINE = "engine"
+    SERVICE_TIER = "service_tier"
 
 
 class Mode(str, Enum):

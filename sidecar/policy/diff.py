@@ -110,6 +110,8 @@ class _Telling:
             return "all"
         if name == "engine_levels":
             return _value(name, tuple(f"{self._after.tiers[level].name} {least:g}" for least, level in value))
+        if name == "service_tiers":
+            return _value(name, tuple(f"{name} {self._after.tiers[level].name}" for name, level in value))
         if isinstance(value, Aging):
             return f"{policy_duration(value.promote_after_us / 1e6)} up to {self._before.tiers[value.ceiling].name}"
         return _value(name, value)

@@ -162,6 +162,9 @@ _model_name = _match(
     "write up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -, a letter or a digit first",
     like="llama-70b",
 )
+_service_tier = _match(
+    "a value of service_tier", _MEMBER_NAME, "write letters, digits, _ and -, such as priority", like="priority"
+)
 _engine_amount = _at_most(
     units.positive_count, MOST_OF_AN_ENGINE, "{} is more than one engine holds; write 1000G or less"
 )
@@ -530,6 +533,10 @@ Thresholds = Annotated[
     dict[Level, Annotated[float, Reads(units.number, {"type": "number"})]],
     mapped("{high: 10, normal: 5, batch: 0}"),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+ServiceTiers = Annotated[
+    dict[Annotated[str, Reads(_service_tier, schema("A value of `service_tier`."))], Level],
+    mapped("{priority: high, default: normal, flex: batch}"),
 ]
 EngineNames = Annotated[tuple[EngineName, ...], listed("[a, b]"), AfterValidator(distinct)]
 SessionSources = Annotated[

@@ -157,6 +157,13 @@ class PoolFile:
         {"high": 10, "normal": 5, "batch": 0},
         is_always_read=True,
     )
+    service_tiers: Annotated[tuple[tuple[str, int], ...], ReadAs(of.ServiceTiers | None)] = key(
+        None,
+        "For the source `service_tier`: the tiers that the values of the body's `service_tier` ask for. `auto` asks "
+        "for none unless it stands here.",
+        {"priority": "high", "default": "normal", "standard_only": "normal", "flex": "batch"},
+        is_always_read=True,
+    )
     endpoints: Annotated[Mapping[str, Endpoint], ReadAs(_Endpoints, new_endpoints)] = key(
         {path: {} for path in STANDARD_PATHS},
         "The guarded paths.",
@@ -332,6 +339,18 @@ class PoolFile:
             elif thresholds is not None:
                 raise ValueError("only read for the source engine; add engine to sources, or remove this")
         return tuple((least, level) for level, least in sorted((thresholds or {}).items()))
+
+    @field_validator("service_tiers")
+    @classmethod
+    def _service_tiers_fit(cls, named: dict[str, int] | None, info: ValidationInfo) -> tuple[tuple[str, int], ...]:
+        sources, tiers = info.data.get("sources"), of.tier_names(info)
+        if sources is not None and TierSource.SERVICE_TIER not in sources and named is not None:
+            raise ValueError("only read for the source service_tier; add service_tier to sources, or remove this")
+        if sources is not None and TierSource.SERVICE_TIER in sources and tiers and not (named or {}).keys() - {"auto"}:
+            mistake = "missing" if named is None else "no value but auto"
+            example = f"service_tiers: {{priority: {tiers[0]}, flex: {tiers[-1]}}}"
+            raise ValueError(f"{mistake}; the source service_tier needs it, such as {example}")
+        return tuple((named or {}).items())
 
     def rules_for(self, tokens: int | None, requests: int | None, prefill: int | None = None) -> PoolRules:
         """Rules of the tiers in a pool of a size. None is unbounded."""

@@ -74,6 +74,19 @@ class Queue:
     max_wait_s: of.Seconds | None = key(
         None, "The longest a request waits before it is refused. Default: no bound.", "30m"
     )
+    max_deadline_s: of.PositiveSeconds | None = key(
+        None,
+        "The longest a request waits by its own `x-admission-deadline`, instead of `max_wait`. Default: none may.",
+        "24h",
+    )
+
+    @field_validator("max_deadline_s")
+    @classmethod
+    def _deadline_is_later(cls, most_s: float | None, info: ValidationInfo) -> float | None:
+        max_wait_s = info.data.get("max_wait_s")
+        if most_s is not None and max_wait_s is not None and most_s <= max_wait_s:
+            raise ValueError("not longer than `max_wait`, for which any request may wait; write more, or leave it out")
+        return most_s
 
 
 @dataclass(frozen=True, slots=True)

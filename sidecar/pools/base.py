@@ -47,7 +47,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     In a pool of several engines `prompt` are the tokens of the prompt, a part of `tokens`. `hits` are tokens of it that
     engines, by their ids, are predicted to have, at most 8 pairs; `barred` are the names of engines that broke it.
 
-    `gain` are its figures in a pool that orders by gain; None where its tier has no objectives.
+    `gain` are its figures in a pool that orders by gain; None where its tier has no objectives. One that `is_deferred`
+    has a deadline, and waits for as long as it may: no figure of its tier's waits counts it.
 
     `cost` has the weights of its tokens in limits and fair shares; None where each counts as one.
     """
@@ -66,6 +67,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     barred: tuple[str, ...] = ()
     most: int = 0
     gain: TicketGain | None = None
+    is_deferred: bool = False
     cost: RequestCost | None = None
 
     @property
@@ -174,8 +176,9 @@ class Lease(msgspec.Struct, eq=False):
     look at a request at once, `answered` is done as soon as it has. `is_prompt`: the replica was in its pool when it
     came. `full`: it found no place in its queue, and is refused unless its tenant's limits do so.
 
-    It has waited since `since_us`. `before`: the tokens of each tier served before it came. It is overtaken by an
-    admission of a later `id` than `after`. `admitted_tokens`: what it was admitted with last.
+    It has waited since `since_us`, and since `rose_us` in the tier that it rose to. `before`: the tokens of each tier
+    served before it came. It is overtaken by an admission of a later `id` than `after`. `admitted_tokens`: what it was
+    admitted with last.
     """
 
     _owner: Pool
@@ -195,6 +198,7 @@ class Lease(msgspec.Struct, eq=False):
     is_prompt: bool = False
     full: QueueFull | None = None
     since_us: int = 0
+    rose_us: int = 0
     before: Sequence[int] = ()
     after: int = 0
     overtaken_us: int | None = None

@@ -26,6 +26,12 @@ def downgraded(ask: Ask, sizes: SizeLimits) -> Ask | None:
     return None if sizes.too_large(lower) else lower
 
 
+def raised(ask: Ask, tier: int, sizes: SizeLimits) -> Ask | None:
+    """The request in a more important tier; None where that could never admit it."""
+    higher = msgspec.structs.replace(ask, tier=tier, gain=None)  # that is of the tier which it leaves
+    return None if sizes.too_large(higher) else higher
+
+
 def metered(number: int, account: Account, tokens: int, *, charges: bool) -> Metered:
     """The question about one request and one of its accounts for the ledger."""
     limits = account.limits

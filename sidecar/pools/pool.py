@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count
 
-from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
+from sidecar.errors import AdmissionError, QueueFull
 from sidecar.events import StoreObserver
 from sidecar.policy.choices import StoreLoss
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.policy.tenant import Account, AccountLimits
 from sidecar.pools.alarm import Alarm
 from sidecar.pools.base import Ask, Clock, Lease, WaitOutcome, monotonic_us
 from sidecar.pools.calls import Cap, Drain, EngineView, Reply, WakeUp
@@ -23,7 +22,7 @@ from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer
 from sidecar.pools.ledger_link import Link, LocalLink
 from sidecar.pools.ledger_rules import engine_views, new_rules, new_ticket
-from sidecar.pools.limits import downgraded, metered, refusal, remaining
+from sidecar.pools.limits import downgraded, metered, raised, refusal, remaining
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, MemberMode, TakeBack
 from sidecar.pools.meter import Judged
@@ -324,7 +323,7 @@ class Pool(ReportedPool):
         """Shows a request to the ledger. One that waits takes a place, unless its queue has none at all."""
         most, others_wait = self._sizes.places(lease.tier), bool(self._requests.waiting)
         if most and others_wait:
-            self._find_place(lease.ask, most, now_us)
+            self._find_place(lease.ask, now_us)
         self._requests.came(lease, self._member.mode)
         self._member.submit(lease.ticket, now_us)
         self._run(now_us, MOST_ADMITTED if most != 0 and others_wait else UNBOUNDED)
@@ -340,8 +339,8 @@ class Pool(ReportedPool):
         lease.enters()
         self._requests.came(lease, self._member.mode)
         try:
-            if (most := self._sizes.places(ask.tier)) and self._requests.waiting:
-                self._requests.find_place(ask, most, now_us)
+            if self._sizes.places(ask.tier) and self._requests.waiting:
+                self._requests.find_place(ask, now_us)
         except QueueFull as full:
             lease.full = full  # a tenant over its limits gets those first
         has_place = lease.full is None
@@ -359,8 +358,7 @@ class Pool(ReportedPool):
             self._requests.ended(lease)
             raise lease.full
         try:
-            if (most := self._sizes.places(lease.tier)) is not None:
-                self._find_place(lease.ask, most, now_us)
+            self._find_place(lease.ask, now_us)
         except QueueFull:
             self._member.meter.settle(lease.id, 0, now_us, is_counted=False, was_held=False)
             self._cancel(lease, now_us)
@@ -370,9 +368,9 @@ class Pool(ReportedPool):
         if outgrown := self._sizes.outgrown(lease.ask):
             self._refuse_waiting(lease, outgrown)
 
-    def _find_place(self, ask: Ask, most: int, now_us: int) -> None:
+    def _find_place(self, ask: Ask, now_us: int) -> None:
         """Finds a place in a queue, perhaps that of another request. Raises QueueFull where there is none."""
-        if (displaced := self._requests.find_place(ask, most, now_us)) is not None:
+        if (displaced := self._requests.find_place(ask, now_us)) is not None:
             self._refuse_waiting(displaced, self._requests.queue_full(displaced.ask, now_us))
 
     def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
@@ -423,6 +421,24 @@ class Pool(ReportedPool):
         if error := self._sizes.outgrown(lease.ask):
             self._refuse_waiting(lease, error)
         self._run_when_due()
+
+    def rise(self, lease: Lease, tier: int) -> bool:
+        """A waiting lease waits in a more important tier from now on, as if it had come to that one.
+
+        False, and nothing changes, where it does not wait, or that tier has no place for it or could never admit it.
+        """
+        now_us, higher = self.now_us(), raised(lease.ask, tier, self._sizes)
+        if higher is None or lease.id not in self._requests.waiting:
+            return False
+        try:
+            self._find_place(higher, now_us)
+        except QueueFull:
+            return False
+        self._member.cancel(lease.ticket, now_us)
+        self._requests.rises(lease, higher, now_us)
+        self._member.submit(lease.ticket, now_us)
+        self._run(now_us)
+        return True
 
     def prefilled(self, lease: Lease) -> None:
         """The lease's engine has prefilled its prompt."""
@@ -581,20 +597,3 @@ class Pool(ReportedPool):
         if self._has_names:
             grant = placed(grant, lease.ask, held.engine, entered.found)
         return lease.granted(grant)
-
-    async def allowance(self, tenant: str, limits: AccountLimits) -> RemainingLimits | None:
-        """Rest of a tenant's limits, in all processes that share the pool. None where that is not known now."""
-        self._run()
-        if self._member.mode is not MemberMode.SHARED:
-            return None
-        number = next(self._ids)
-        judged = self._questions[number] = asyncio.get_running_loop().create_future()
-        asked = metered(number, Account(tenant, limits), 0, charges=False)
-        self._member.meter.ask([asked], None, self.now_us())
-        self._run()
-        try:
-            verdict = await judged
-        finally:
-            del self._questions[number]
-            self._member.meter.give_up(number)
-        return None if verdict is None else remaining(verdict)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import count
 
+from sidecar.errors import RemainingLimits
 from sidecar.events import Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
+from sidecar.policy.tenant import Account, AccountLimits
 from sidecar.pools.base import Ask, Clock, Grant, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.engine_reports import engine_figures, engine_obstacle, engine_state
 from sidecar.pools.engine_size import EngineSize
@@ -16,8 +20,10 @@ from sidecar.pools.engines import EngineFigures, EngineOffer
 from sidecar.pools.guards import GuardFigures
 from sidecar.pools.ledger_link import Link
 from sidecar.pools.ledger_rules import new_ticket
+from sidecar.pools.limits import metered, remaining
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import MemberMode
+from sidecar.pools.meter import Judged
 from sidecar.pools.pool_requests import PoolRequests
 from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_words, pool_state
 from sidecar.pools.store_status import StoreStatus
@@ -42,10 +48,16 @@ class ReportedPool:
     _watch: StoreWatch
     _size: EngineSize | None
     _has_names: bool
+    _questions: dict[int, asyncio.Future[Judged | None]]
+    _ids: count[int]
     _offers: Sequence[EngineOffer] = ()
     _paused: str | None = None
     _blocked_us = 0
     _blocked_since_us: int | None = None
+
+    def _run(self) -> None:
+        """Makes the calls to the ledger that are due."""
+        raise NotImplementedError
 
     def retry_after_s(self, tier: int) -> float:
         """Seconds after which a request of this tier may expect to be admitted, by how fast its queue drains."""
@@ -65,6 +77,10 @@ class ReportedPool:
         wait_s = (own + 1) / per_second if per_second > 0 else math.inf
         ahead = own + sum(map(requests.queued, range(tier)))
         return QueueStanding(ahead, wait_s if wait_s <= LONGEST_EXPECTED_S else None)
+
+    def longest_wait_us(self, tier: int) -> int:
+        """The longest wait of a tier's requests that this process admitted in the last minutes; 0 where none waited."""
+        return self._requests.longest_wait_us(tier, self.now_us())
 
     def tenant_use(self, tenant: str) -> TenantUse:
         """Present use by a tenant's requests of this process. Costs as much as this process has requests."""
@@ -174,6 +190,23 @@ class ReportedPool:
                 rules = policy.rules_for(*(None if size == UNBOUNDED else size for size in pool.capacity))
         queues = self._requests.queues()
         return rules, [TierUsage(*amount[:2], *waiting) for amount, waiting in zip(held, queues, strict=True)]
+
+    async def allowance(self, tenant: str, limits: AccountLimits) -> RemainingLimits | None:
+        """Rest of a tenant's limits, in all processes that share the pool. None where that is not known now."""
+        self._run()
+        if self._member.mode is not MemberMode.SHARED:
+            return None
+        number = next(self._ids)
+        judged = self._questions[number] = asyncio.get_running_loop().create_future()
+        asked = metered(number, Account(tenant, limits), 0, charges=False)
+        self._member.meter.ask([asked], None, self.now_us())
+        self._run()
+        try:
+            verdict = await judged
+        finally:
+            del self._questions[number]
+            self._member.meter.give_up(number)
+        return None if verdict is None else remaining(verdict)
 
     async def share(self, report: bytes) -> Mapping[str, PeerReport]:
         """Leaves `report` to the other replicas of this pool, and returns what each of them has left, by name.

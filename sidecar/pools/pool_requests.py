@@ -10,6 +10,7 @@ from sidecar.errors import QueueFull
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Grant, Lease, TenantUse
 from sidecar.pools.elsewhere import ServedElsewhere
+from sidecar.pools.ledger_rules import new_ticket
 from sidecar.pools.member import ANSWER_WITHIN_US
 from sidecar.pools.member_events import MemberMode
 from sidecar.pools.queue_places import QueuePlaces
@@ -103,6 +104,16 @@ class PoolRequests:
         self.waiting[lease.id] = lease
         self._queued_tokens[lease.tier] += lease.ticket.tokens
 
+    def rises(self, lease: Lease, ask: Ask, now_us: int) -> None:
+        """A waiting request leaves its place for one in the queue of the tier of `ask`. It waits on as before."""
+        has_returned, ticket = lease.ticket.has_returned, new_ticket(ask, lease.id, lease.entered_us)
+        ticket.has_returned = has_returned  # its tenant is not charged again
+        self.stops_waiting(lease)
+        self._waits.leaves_tier(lease)
+        self.places.keep_promise(ask)
+        lease.ask, lease.ticket, lease.rose_us = ask, ticket, now_us
+        self.begins_to_wait(lease)
+
     def size_now(self, ticket: Ticket) -> None:
         """A waiting request is about to be shown to the ledger: more may be known of it than when it came."""
         lease = self._all.get(ticket.number)
@@ -134,9 +145,11 @@ class PoolRequests:
 
     # -- places in the queues
 
-    def find_place(self, ask: Ask, most: int, now_us: int) -> Lease | None:
+    def find_place(self, ask: Ask, now_us: int) -> Lease | None:
         """The request that has to give its place, None where one is free. Raises QueueFull where there is neither."""
-        tenants, queued = self._tenants[ask.tier], self.queued(ask.tier)
+        tenants, queued, most = self._tenants[ask.tier], self.queued(ask.tier), self._sizes.places(ask.tier)
+        if most is None:
+            return None
         if queued < most:
             promised = self.places.promised(ask, queued, now_us)
             if promised is None or tenants.is_within_share(ask.tenant, ask.weight, most, promised):
@@ -154,6 +167,10 @@ class PoolRequests:
     def queued(self, tier: int) -> int:
         """How many of a tier wait."""
         return self._waits.queued(tier)
+
+    def longest_wait_us(self, tier: int, now_us: int) -> int:
+        """The longest wait of a tier's requests that were admitted lately."""
+        return self._waits.longest_us(tier, now_us)
 
     def queues(self) -> Sequence[tuple[int, int]]:
         """The tokens and the number of those that wait, by tier."""

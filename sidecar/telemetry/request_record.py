@@ -23,6 +23,7 @@ from sidecar.events import (
     Refused,
     Replayed,
     ReplayReason,
+    Risen,
     Settled,
     Verdict,
 )
@@ -98,6 +99,8 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
             self.classified = _with_short_model(event)
         elif type(event) is Preempted:
             self._take_back(event)
+        elif type(event) is Risen:
+            self._rise(event)
         if self.lost and type(event) is Settled and self.admitted is None:
             self.refused = _end_of_wait(self.lost[-1].admitted, event)
 
@@ -105,6 +108,13 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         if self.admitted is not None:
             self.lost = (*self.lost, PreemptedAttempt(self.queued, self.admitted, event, self.replayed))
             self.queued = self.admitted = self.replayed = None
+
+    def _rise(self, event: Risen) -> None:
+        """From now on it is a request of its new tier."""
+        if (of := self.classified) is not None:
+            self.classified = msgspec.structs.replace(of, tier=event.tier, risen_from=of.risen_from or of.tier)
+        if self.queued is not None:
+            self.queued = msgspec.structs.replace(self.queued, mark=event.mark)
 
     @property
     def is_refused_in_dry_run(self) -> bool:

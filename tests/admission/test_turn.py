@@ -14,7 +14,7 @@ from tests.support.middleware import policy
 
 pytestmark = pytest.mark.anyio
 RULES = policy(requests="1")
-REQUEST = LeaseRequest(None, 10, None, 1, 0, None, True, None).sized(RULES)
+REQUEST = LeaseRequest(None, 10, None, 1, 0, None, True, None, None).sized(RULES, 0)
 
 
 def turn(pool: Pool) -> Turn:

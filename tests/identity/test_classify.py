@@ -53,6 +53,7 @@ def policy_of(
         engine=ENGINES[engine],
         carrier=None,
         engine_levels=(),
+        service_tiers=(),
         tier_header=b"x-priority",
         max_body_bytes=2**23,
         body_timeout_s=30,

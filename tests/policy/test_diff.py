@@ -268,8 +268,9 @@ def changed(before: Policy, name: str, folder: Path) -> Policy:
         return replace(before, **{name: dict(list(value.items())[1:])})
     if name == "keyless":
         return replace(before, keyless=(Tenant(name="keyless", level=0, max_level=0),))
-    if name in ("sources", "engine_levels"):
-        return replace(before, **{name: {"sources": value[:1], "engine_levels": ((10.0, 0),)}[name]})
+    levels = {"engine_levels": ((10.0, 0),), "service_tiers": (("priority", 0),)}
+    if name == "sources" or name in levels:
+        return replace(before, **{name: levels.get(name, value[:1])})
     if name in ("engines", "models"):
         return replace(before, **{name: getattr(written(folder / "fleet", FLEET), name)})
     if is_dataclass(value):

@@ -43,6 +43,24 @@ HASH = "sha256:" + "0" * 64
             "{sources: [engine], engine_levels: {high: 5, bach: 9}}",
             'engine_levels.bach: "bach" is no tier; did you mean "batch"?',
         ),
+        (
+            "sources: [service_tier]",
+            "service_tiers: missing; the source service_tier needs it, such as service_tiers: {priority: high, flex: ",
+        ),
+        (
+            "service_tiers: {priority: high}",
+            "service_tiers: only read for the source service_tier; add service_tier to sources, or remove this",
+        ),
+        *(
+            (f"{{sources: [service_tier], service_tiers: {written}}}", wrong)
+            for written, wrong in (
+                ("{flex: bach}", 'service_tiers.flex: "bach" is no tier; did you mean "batch"?'),
+                ("{auto: high}", "service_tiers: no value but auto; the source service_tier needs it, such as "),
+                ("{two words: high}", 'service_tiers.two words: "two words" is not a value of service_tier; '),
+                ("{}", "service_tiers: not a mapping with something in it; write {priority: high, default: normal, "),
+                ("{flex: high, flex: batch}", "service_tiers.flex: "),
+            )
+        ),
         ("aging: {promote_after: 0s, ceiling: high}", 'aging.promote_after: "0s" is no time at all; '),
         ("aging: {ceiling: high}", "aging.promote_after: missing; write promote_after: 5m"),
         ("aging: 5m", "aging: a single value where a mapping belongs; write a mapping with promote_after, ceiling"),

@@ -42,7 +42,8 @@ def test_the_examples_of_the_reference_are_read(tmp_path: Path) -> None:
     keys = schema_document(PoolFile)["properties"]
     written = {name: key["examples"][0] for name, key in keys.items() if "examples" in key}
     del written["tenants"]  # no file is there
-    written |= {"engine": "vllm", "sources": ["engine", "body"], "engine_levels": {"high": 5, "normal": 10}}
+    written |= {"engine": "vllm", "sources": ["engine", "service_tier"], "engine_levels": {"high": 5, "normal": 10}}
+    written["service_tiers"]["flex"] = "normal"  # there are two tiers
     written |= {"default_tier": "normal", "anonymous": "normal", "aging": {"promote_after": "5m", "ceiling": "normal"}}
     written["models"] = {"llama-70b": {"engines": ["a"]}}
     for without in (("engines", "models"), ("capacity",)):

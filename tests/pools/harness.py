@@ -115,6 +115,7 @@ def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_t
         engine=NoPriorityEngine,
         carrier=None,
         engine_levels=(),
+        service_tiers=(),
         tier_header=b"x-priority",
         max_body_bytes=2**23,
         body_timeout_s=30,

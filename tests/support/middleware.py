@@ -49,8 +49,8 @@ capacity: {{tokens: 100k, requests: {requests}}}
 tiers:
   critical: {{}}
   high: {{}}
-  normal: {{queue: {{max_wait: {max_wait}}}}}
-  batch: {{queue: {{max_requests: {max_requests}}}}}
+  normal: {{queue: {{max_wait: {max_wait}{of_normal}}}}}
+  batch: {{queue: {{max_requests: {max_requests}{deadline}}}}}
 anonymous: normal
 endpoints:
   /v1/chat/completions: {{}}
@@ -69,6 +69,8 @@ _DEFAULTS = {
     "requests": "4",
     "max_wait": "30s",
     "max_requests": "1000",
+    "of_normal": "",
+    "deadline": "",
     "max_body": "64KiB",
     "body_timeout": "10s",
     "grace": "2s",
@@ -106,9 +108,9 @@ def key(tenant: str) -> str:
 # The events
 
 _IN_ORDER = re.compile(
-    "((Classified )?(Queued )?Refused)"  # or admitted, perhaps preempted and admitted again, and settled
-    "|(Classified (Queued )?Admitted ((Replayed )?Preempted Queued Admitted )*"
-    "((Replayed )?Preempted Queued |(FirstByte )?)Settled)"
+    "((Classified )?(Queued (Risen )*)?Refused)"  # or admitted, perhaps preempted and admitted again, and settled
+    "|(Classified (Queued (Risen )*)?Admitted ((Replayed )?Preempted Queued (Risen )*Admitted )*"
+    "((Replayed )?Preempted Queued (Risen )*|(FirstByte )?)Settled)"
 )
 
 

@@ -22,7 +22,7 @@ from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.slo_follower import SloFollower
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
-from sidecar.errors import AdmissionError, QueueTimeout
+from sidecar.errors import AdmissionError, DeadlinePassed, QueueTimeout
 from sidecar.events import Outcome, Verdict
 from sidecar.pools import Ask, Grant, Lease
 
@@ -246,6 +246,10 @@ class ShadowRequest(TurnUser):
                 self._slo.close()
                 self._slo = None
 
+    def rose(self, request: SizedRequest) -> None:
+        """See `TurnUser`."""
+        self.request = request
+
     def disconnect(self) -> asyncio.Future[Any]:
         """See `TurnUser`."""
         return self._disconnected
@@ -364,6 +368,8 @@ def _verdict(end: TurnEnded) -> tuple[Verdict, str]:
     """The result of a shadow whose wait ended without a grant, and its code."""
     if end.cause is EndCause.DISCONNECTED:
         return Verdict.ABANDONED, CLIENT_LEFT
+    if end.cause is EndCause.DEADLINE:
+        return Verdict.REFUSED, DeadlinePassed.code
     if end.refusal is not None:
         return Verdict.REFUSED, end.refusal.code
     return (Verdict.UNKNOWN, WAITED_TOO_LONG) if end.most_s is None else (Verdict.REFUSED, QueueTimeout.code)

@@ -93,6 +93,9 @@ class Counters:
         "Requests over their tenant's limits that got a lower tier.",
         (semconv.ADMISSION_DOWNGRADED_FROM, TIER),
     )
+    risen: Counted = counted(
+        "admission.risen", "How often a request with a deadline rose to the tier, as it came near.", (TIER,)
+    )
     overtaken: Counted = counted(
         "admission.overtaken",
         "How often the first of a tier was overtaken by a later request of another, by the rule.",

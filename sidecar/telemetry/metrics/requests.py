@@ -22,6 +22,7 @@ from sidecar.events import (
     Preempted,
     Queued,
     Refused,
+    Risen,
     ServiceGain,
     Settled,
     UnguardedRequest,
@@ -54,7 +55,12 @@ class WaitHistograms:
     def record(
         self, tier: str, decision: str, end: Admitted | Refused | Observed, request: RequestRecord | None = None
     ) -> None:
-        """Notes a wait, and its starvation where it starved; the request's record is the exemplar."""
+        """Notes a wait, and its starvation where it starved; the request's record is the exemplar.
+
+        That of a deferred request says nothing of its tier, and is in no histogram.
+        """
+        if request is not None and request.classified is not None and request.classified.is_deferred:
+            return
         labels = {semconv.POOL: self._pool, semconv.ADMISSION_TIER: tier, semconv.ADMISSION_DECISION: decision}
         self._queue_wait.record(end.queue_wait_us / 1e6, labels, request)
         if end.starvation_us > 0:
@@ -93,6 +99,7 @@ class RequestMetrics:
         self.handlers: EventHandlers = {
             Classified: self._classified,
             Queued: self._queued,
+            Risen: self._risen,
             Admitted: self._admitted,
             Preempted: self._preempted,
             FirstByte: self._first_byte,
@@ -126,6 +133,9 @@ class RequestMetrics:
     def _queued(self, record: RequestRecord, _: Queued) -> None:
         if record.classified is not None:
             self.holdings.add(record.classified.tenant, waiting=1)
+
+    def _risen(self, _: RequestRecord, event: Risen) -> None:
+        self.counters.risen[event.tier,] += 1
 
     def _admitted(self, record: RequestRecord, event: Admitted) -> None:
         classified = record.classified

@@ -241,7 +241,8 @@ class RequestSpans:
         classified = self._record.classified
         if queued is not None and classified is not None:
             written[semconv.GEN_AI_LATENCY_TIME_IN_QUEUE] = end.queue_wait_us / 1e6
-            if end.starvation_us > self._settings.starvation_limits_s.get(classified.tier, math.inf) * 1e6:
+            limit_s = math.inf if classified.is_deferred else self._settings.starvation_limits_s.get(classified.tier)
+            if limit_s is not None and end.starvation_us > limit_s * 1e6:
                 written[semconv.ADMISSION_STARVED_TOO_LONG] = True
 
     def _find_links(self) -> None:
@@ -362,6 +363,7 @@ def _classification_attributes(event: Classified) -> Attributes:
             semconv.ADMISSION_TOKENS_RESERVED: event.tokens,
             semconv.ADMISSION_CLAMPED_FROM: event.clamped_from,
             semconv.ADMISSION_DOWNGRADED_FROM: event.downgraded_from,
+            semconv.ADMISSION_RISEN_FROM: event.risen_from,
             **({} if event.expected is None else _expectation_attributes(event.expected)),
         }
     )

@@ -26,8 +26,6 @@ from sidecar.tools.emulator.dialects.vllm import VllmDialect
 from sidecar.tools.emulator.endpoint import GeneratingEndpoint
 from sidecar.tools.emulator.engine import EmulatedEngine
 from sidecar.tools.emulator.faults import Faults
-from sidecar.tools.emulator.kv_events import KvEvents
-from sidecar.tools.emulator.rendering import RENDERED, Rendering
 
 DIALECTS: Mapping[type[Engine], type[Dialect]] = {
     TensorRtLlm: TrtllmDialect,
@@ -97,13 +95,6 @@ class Emulator:
             routes.append(_page("/server_info", lambda: info))
         if kind is Sglang:
             routes += self._sglang_pages(info)
-        if kind is Vllm:
-            routes += [
-                Route(path, Rendering(api, self.dialect, config).respond, methods=["POST"])
-                for api, path in RENDERED.items()
-            ]
-        if config.prefix_cache:
-            routes.append(Route("/_emulator/kv_events", KvEvents(engine).respond))
         return routes
 
     def _sglang_pages(self, info: Mapping[str, Any] | None) -> list[BaseRoute]:

@@ -101,11 +101,17 @@ class Client:
 
 @asynccontextmanager
 async def emulated(
-    engine: type[Engine], *, slots: int = 1, step_s: float = 0.001, **settings: Any
+    engine: type[Engine],
+    *,
+    slots: int = 1,
+    step_s: float = 0.001,
+    extend: Callable[[Emulator], None] = lambda _: None,
+    **settings: Any,
 ) -> AsyncIterator[Client]:
-    """One engine on a free port: one slot and a step a millisecond, unless said otherwise."""
+    """One engine on a free port: one slot and a step a millisecond, unless said otherwise. `extend` adds pages."""
     settings.setdefault("steps", StepModel(max_sequences=slots, step_us=step_s * 1e6))
     emulator = Emulator(EmulatorConfig(engine=engine, **settings))
+    extend(emulator)
     async with serving(emulator.app) as served, aiohttp.ClientSession() as session:
         yield Client(emulator.engine, served.url, session)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
+from benchmarks.fleet_routers.emulated_engine import add_routers_pages
+from benchmarks.fleet_routers.rendering import RENDERED
 from sidecar.apis import Api
-from sidecar.tools.emulator.rendering import RENDERED
 from tests.tools.emulator.emulated import DYNAMO, SGLANG, TRTLLM, VLLM, Client, emulated
 
 pytestmark = pytest.mark.anyio
+
+with_pages = partial(emulated, extend=add_routers_pages)
 
 CHAT, COMPLETIONS = RENDERED[Api.CHAT], RENDERED[Api.COMPLETIONS]
 
@@ -27,7 +31,7 @@ def chat(*texts: str) -> dict[str, Any]:
 
 
 async def test_a_prompt_has_as_many_ids_as_usage_reports_tokens() -> None:
-    async with emulated(VLLM) as client:
+    async with with_pages(VLLM) as client:
         for text in ("", "a", "four", "hello engine, it is late", "ünï€𝄞"):
             status, found = await rendered(client, CHAT, chat(text))
             _, answer = await client.post(messages=chat(text)["messages"])
@@ -37,7 +41,7 @@ async def test_a_prompt_has_as_many_ids_as_usage_reports_tokens() -> None:
 
 
 async def test_the_same_beginning_has_the_same_ids() -> None:
-    async with emulated(VLLM) as client:
+    async with with_pages(VLLM) as client:
         short = (await rendered(client, CHAT, chat("the same beginning of ")))[1]["token_ids"]
         longer = (await rendered(client, CHAT, chat("the same beginning of ", "two")))[1]["token_ids"]
         other = (await rendered(client, CHAT, chat("the some beginning of ")))[1]["token_ids"]
@@ -47,21 +51,21 @@ async def test_the_same_beginning_has_the_same_ids() -> None:
 
 
 async def test_completions_render_every_prompt_and_keep_token_ids() -> None:
-    async with emulated(VLLM) as client:
+    async with with_pages(VLLM) as client:
         status, found = await rendered(client, COMPLETIONS, {"prompt": [[5, 2**31, 7], [9]], "model": "m"})
     assert status == 200
     assert [one["token_ids"] for one in found] == [[5, 2**31, 7], [9]]
 
 
 async def test_rendering_computes_nothing() -> None:
-    async with emulated(VLLM) as client:
+    async with with_pages(VLLM) as client:
         await rendered(client, CHAT, chat("hello"))
         assert client.engine.finished == client.engine.peak == client.engine.generated_tokens == 0
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[]", b'{"messages": 5}', b'{"messages": [], "max_tokens": "x"}'])
 async def test_a_body_that_is_wrong_is_refused_as_the_engine_does(raw: bytes) -> None:
-    async with emulated(VLLM) as client:
+    async with with_pages(VLLM) as client:
         status, found = await rendered(client, CHAT, raw)
         expected = await client.post(raw=raw)
     assert (status, found) == expected
@@ -70,5 +74,8 @@ async def test_a_body_that_is_wrong_is_refused_as_the_engine_does(raw: bytes) ->
 
 @pytest.mark.parametrize("engine", [SGLANG, TRTLLM, DYNAMO])
 async def test_no_other_engine_renders(engine: Any) -> None:
-    async with emulated(engine) as client, client.session.post(client.url + CHAT, json=chat("hello")) as response:
+    async with (
+        with_pages(engine) as client,
+        client.session.post(client.url + CHAT, json=chat("hello")) as response,
+    ):
         assert response.status == 404

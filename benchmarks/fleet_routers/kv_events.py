@@ -4,7 +4,7 @@
 (parent null for a prompt's first block), `["removed", block]`. Blocks are named by their hashes in hex. The first line
 is an empty list: from then on nothing is missed. These are the events of vLLM's `--kv-events-config`
 (`vllm/distributed/kv_events.py`: BlockStored, BlockRemoved), which it sends over ZMQ. A router that follows an engine's
-cache needs them; see `benchmarks/fleet_routers/dynamo_worker.py`.
+cache needs them; see `dynamo_worker.py`.
 """
 
 from __future__ import annotations

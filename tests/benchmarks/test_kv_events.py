@@ -7,16 +7,20 @@ import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
 
+from benchmarks.fleet_routers.emulated_engine import add_routers_pages
 from sidecar.tools.emulator import StepModel
 from sidecar.tools.step_model.kv_cache import BlockHash, Holding, KvCache
 from tests.tools.emulator.emulated import VLLM, Client, emulated
 
 pytestmark = pytest.mark.anyio
+
+with_pages = partial(emulated, extend=add_routers_pages)
 
 WITHIN_S = 10.0
 
@@ -84,7 +88,10 @@ async def changes(stream: aiohttp.StreamReader, count: int) -> list[Any]:
 
 async def test_the_stream_says_what_is_stored_and_removed() -> None:
     steps = StepModel(kv_tokens=4 * 16, step_us=1_000)
-    async with emulated(VLLM, prefix_cache=True, steps=steps) as client, followed(client) as stream:
+    async with (
+        with_pages(VLLM, prefix_cache=True, steps=steps) as client,
+        followed(client) as stream,
+    ):
         await client.post("completions", prompt=list(range(32)), max_tokens=1)
         [first, second] = await changes(stream, 2)
         assert (first[0], first[2], second[0], second[2]) == ("stored", None, "stored", first[1])
@@ -95,7 +102,7 @@ async def test_the_stream_says_what_is_stored_and_removed() -> None:
 
 
 async def test_what_is_hit_again_is_no_event() -> None:
-    async with emulated(VLLM, prefix_cache=True) as client, followed(client) as stream:
+    async with with_pages(VLLM, prefix_cache=True) as client, followed(client) as stream:
         for prompt in (list(range(33)), list(range(33)), list(range(16)) + [7] * 17):
             await client.post("completions", prompt=prompt, max_tokens=1)
         found = await changes(stream, 3)
@@ -104,5 +111,5 @@ async def test_what_is_hit_again_is_no_event() -> None:
 
 
 async def test_an_engine_without_a_prefix_cache_has_no_events() -> None:
-    async with emulated(VLLM) as client:
+    async with with_pages(VLLM) as client:
         assert (await client.get("/_emulator/kv_events"))[0] == 404

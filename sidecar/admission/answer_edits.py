@@ -1,0 +1,137 @@
+"""Edits of members of an answer's JSON on its way to the client: of a whole answer, or of each event of a stream.
+
+An answer that is neither, an error's, a compressed one, or one that is no JSON passes as it is. So does what is larger
+than `LARGEST_EDITED`: one answer, or one line of a stream. The length of an edited answer is not declared: its head
+goes out before its body is known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Sequence
+from typing import NamedTuple
+
+import msgspec
+from starlette.types import Message, Send
+
+from sidecar.admission.client import is_stream
+from sidecar.admission.handover import Write
+
+LARGEST_EDITED = 8 * 1024 * 1024
+"""Bytes of a whole answer, or of a line of a stream, that are held until the end has come. A token has four to five,
+with the log probabilities of twenty others 2 KiB."""
+
+_DATA = re.compile(rb"^(data: ?)(\{[^\r\n]*\})(?=[ \r]*$)", re.MULTILINE)
+"""An event's object. It is one line at every engine: a line break is escaped in JSON."""
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class Edit(NamedTuple):
+    """Sets the member at the end of `path` to `value`, which is JSON.
+
+    Where it is not there, it is added beside the member `beside`; without one it is only replaced.
+    """
+
+    path: tuple[str, ...]
+    value: bytes
+    beside: str | None = None
+
+
+def edited(body: bytes, edits: Sequence[Edit]) -> bytes:
+    """A JSON object with its members edited; the same bytes where nothing is to change, or they are no object."""
+    try:
+        for edit in edits:
+            body = _edited(body, edit.path, edit)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    return body
+
+
+def _edited(raw: bytes, path: tuple[str, ...], edit: Edit) -> bytes:
+    members, name = _decode_members(raw), path[0]
+    before = members.get(name)
+    if len(path) == 1:
+        if before is None and edit.beside not in members:
+            return raw
+        members[name] = msgspec.Raw(edit.value)
+        return msgspec.json.encode(members)
+    inner = b"" if before is None else bytes(before)
+    if inner[:1] != b"{" or (after := _edited(inner, path[1:], edit)) is inner:
+        return raw
+    members[name] = msgspec.Raw(after)
+    return msgspec.json.encode(members)
+
+
+class AnswerEditor:
+    """An ASGI `send` that edits the answer which it is sent. `edits` may change before the answer begins.
+
+    Of a stream every complete line passes at once. The beginning of a line is held until its end has come, and a whole
+    answer until it is complete.
+    """
+
+    __slots__ = ("_has_begun_line", "_held", "_is_stream", "_is_whole", "_send", "edits")
+
+    def __init__(self, send: Send, edits: Sequence[Edit]) -> None:
+        self.edits = edits
+        self._send = send
+        self._held = bytearray()
+        self._is_stream = self._is_whole = False
+        self._has_begun_line = False
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """See ASGI's `send`."""
+        if message["type"] == "http.response.start":
+            return self._send(self._begun(message))
+        if message["type"] != "http.response.body" or not (self._is_stream or self._is_whole):
+            return self._send(message)
+        body, is_last = bytes(message.get("body", b"")), not message.get("more_body", False)
+        shown = self._lines(body, is_last=is_last) if self._is_stream else self._whole(body, is_last=is_last)
+        # Also without bytes: the head may wait for this message, and `engine_time` asks so whether the client reads.
+        return self._send({**message, "body": shown})
+
+    def write(self, write: Write, body: bytes) -> bool:
+        """See `handover.Write`, around another: whole lines of a stream are edited, and written at once."""
+        if self._held or self._has_begun_line or self._is_whole or not body.endswith(b"\n"):
+            return False
+        return write(self._edit_lines(body) if self._is_stream else body)
+
+    def _begun(self, message: Message) -> Message:
+        """The response's start."""
+        headers = [*message.get("headers", ())]
+        found = {name.lower(): value for name, value in headers}
+        is_edited = message["status"] < 300 and b"content-encoding" not in found
+        self._is_stream = is_edited and is_stream(headers)
+        self._is_whole = is_edited and found.get(b"content-type", b"").lower().startswith(b"application/json")
+        if not self._is_stream and not self._is_whole:
+            return message
+        return {**message, "headers": [pair for pair in headers if pair[0].lower() != b"content-length"]}
+
+    def _whole(self, body: bytes, *, is_last: bool) -> bytes:
+        held = self._held
+        held += body
+        if not is_last and len(held) <= LARGEST_EDITED:
+            return b""
+        shown = bytes(held)
+        held.clear()
+        self._is_whole = False  # what follows is the rest of one that is too large
+        return edited(shown, self.edits) if is_last else shown
+
+    def _lines(self, body: bytes, *, is_last: bool) -> bytes:
+        """The lines that are complete."""
+        end, held = len(body) if is_last else body.rfind(b"\n") + 1, self._held
+        if not end and not is_last:
+            held += body
+            if len(held) <= LARGEST_EDITED:
+                return b""
+            begun_line = bytes(held)
+            held.clear()
+            self._has_begun_line = True
+            return begun_line
+        lines = bytes(held) + body[:end]
+        held[:] = body[end:]
+        since = (lines.find(b"\n") + 1 or len(lines)) if self._has_begun_line else 0
+        self._has_begun_line = False
+        return lines[:since] + self._edit_lines(lines[since:])
+
+    def _edit_lines(self, lines: bytes) -> bytes:
+        return _DATA.sub(lambda found: found[1] + edited(found[2], self.edits), lines)
