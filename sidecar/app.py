@@ -255,11 +255,16 @@ class AdmissionMiddleware:
 
 def _serving(pool: OnePool) -> ASGIApp:
     controller, lifespan = pool.controller, pool.lifespan
+    serve: ASGIApp = partial(serve_scope, controller, lifespan)
     if isinstance(controller, ModelsController):
         from sidecar.fleet.model_requests import serve_models
 
-        return partial(serve_models, controller, lifespan)
-    return partial(serve_scope, controller, lifespan)
+        serve = partial(serve_models, controller, lifespan)
+    if controller.snapshot.names.are_listed_here:
+        from sidecar.fleet.model_list import serve_list
+
+        return partial(serve_list, controller, serve)
+    return serve
 
 
 def _compose(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from contextvars import Token
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +17,7 @@ from starlette.types import Message, Scope, Send
 from sidecar.admission.background import BackgroundRequest
 from sidecar.admission.charges import weighed
 from sidecar.admission.client import ClientChannel
-from sidecar.admission.handover import Write, find_write, with_write
+from sidecar.admission.handover import Write
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import Held, PendingAbort, PendingAborts
 from sidecar.admission.request_gain import RequestGain
@@ -137,11 +136,6 @@ class CostReader:
             )
             self._longest = len(place.member) + _MOST_DIGITS + 20
 
-    @property
-    def reads_bodies(self) -> bool:
-        """True if the cost is in an answer's body."""
-        return self._number is not None
-
     def feed(self, message: Message) -> None:
         """Takes a message of the answer."""
         if message["type"] == "http.response.start":
@@ -222,17 +216,6 @@ class Answer(msgspec.Struct, eq=False):
             return False
         self._read_chunk(body)
         return True
-
-    def keep_short_ways(self, scope: Scope, *, is_proxied: bool) -> None:
-        """Leaves the app only those short ways of the server on which no byte passes unread, or without its edit."""
-        client, cost = self._client, self.cost
-        if client.keepalive is not None or client.editor is not None or (cost is not None and cost.reads_bodies):
-            scope["extensions"] = without_files(scope)
-        if (write := find_write(scope)) is not None:
-            if client.editor is not None:
-                write = partial(client.editor.write, write)
-            is_framed = client.keepalive is not None or not is_proxied
-            with_write(scope, None if is_framed else partial(self.write, write))
 
     def finish(self) -> None:
         """The request is over, or the attempt: no more of it is read."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 from starlette.types import Message, Send
 
-from sidecar.admission.client import is_stream
+from sidecar.admission.client import has_type, may_be_edited, without_length
 from sidecar.admission.handover import Write
 
 LARGEST_EDITED = 8 * 1024 * 1024
@@ -48,18 +48,13 @@ def edited(body: bytes, edits: Sequence[Edit]) -> bytes:
 
 
 def _edited(raw: bytes, path: tuple[str, ...], edit: Edit) -> bytes:
-    members, name = _decode_members(raw), path[0]
-    before = members.get(name)
+    members, name, after = _decode_members(raw), path[0], edit.value
     if len(path) == 1:
-        if before is None and edit.beside not in members:
-            return raw
-        members[name] = msgspec.Raw(edit.value)
-        return msgspec.json.encode(members)
-    inner = b"" if before is None else bytes(before)
-    if inner[:1] != b"{" or (after := _edited(inner, path[1:], edit)) is inner:
-        return raw
-    members[name] = msgspec.Raw(after)
-    return msgspec.json.encode(members)
+        is_unchanged = name not in members and edit.beside not in members
+    else:
+        inner = bytes(members.get(name, b""))
+        is_unchanged = inner[:1] != b"{" or (after := _edited(inner, path[1:], edit)) is inner
+    return raw if is_unchanged else msgspec.json.encode({**members, name: msgspec.Raw(after)})
 
 
 class AnswerEditor:
@@ -97,14 +92,10 @@ class AnswerEditor:
 
     def _begun(self, message: Message) -> Message:
         """The response's start."""
-        headers = [*message.get("headers", ())]
-        found = {name.lower(): value for name, value in headers}
-        is_edited = message["status"] < 300 and b"content-encoding" not in found
-        self._is_stream = is_edited and is_stream(headers)
-        self._is_whole = is_edited and found.get(b"content-type", b"").lower().startswith(b"application/json")
-        if not self._is_stream and not self._is_whole:
-            return message
-        return {**message, "headers": [pair for pair in headers if pair[0].lower() != b"content-length"]}
+        headers, is_edited = message.get("headers", ()), may_be_edited(message)
+        self._is_stream = is_edited and has_type(headers)
+        self._is_whole = is_edited and has_type(headers, b"application/json")
+        return without_length(message) if self._is_stream or self._is_whole else message
 
     def _whole(self, body: bytes, *, is_last: bool) -> bytes:
         held = self._held

@@ -82,7 +82,7 @@ class SseKeepAlive:
         """See ASGI's `send`."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            self._passes = self._status < 400 and is_stream(message.get("headers", ()))
+            self._passes = self._status < 400 and has_type(message.get("headers", ()))
         elif message["type"] != "http.response.body" or self._passes:
             await self._send(message)
         else:
@@ -133,9 +133,20 @@ def _phrase(status: int) -> str:
         return f"status {status}"
 
 
-def is_stream(headers: Headers) -> bool:
-    """True if a response's headers say that it is a stream of events."""
-    return any(name.lower() == b"content-type" and value.lower().startswith(EVENTS) for name, value in headers)
+def has_type(headers: Headers, kind: bytes = EVENTS) -> bool:
+    """True if a response's headers say that its body is of this type, by default a stream of events."""
+    return any(name.lower() == b"content-type" and value.lower().startswith(kind) for name, value in headers)
+
+
+def may_be_edited(head: Message) -> bool:
+    """True if the start of a response announces an answer, and not a compressed one."""
+    is_coded = any(name.lower() == b"content-encoding" for name, _ in head.get("headers", ()))
+    return not is_coded and bool(head["status"] < 300)
+
+
+def without_length(head: Message) -> Message:
+    """The start of a response that is not as long as the app says."""
+    return {**head, "headers": [pair for pair in head.get("headers", ()) if pair[0].lower() != b"content-length"]}
 
 
 def _body(body: bytes, *, more: bool) -> Message:
@@ -191,12 +202,8 @@ class UsageHider:
 
     def _begun(self, message: Message) -> Message:
         """The response's start. A stream that is shorter than its engine says has no length."""
-        headers = message.get("headers", ())
-        is_coded = any(name.lower() == b"content-encoding" for name, _ in headers)
-        self._is_stream = message["status"] < 300 and is_stream(headers) and not is_coded
-        if not self._is_stream:
-            return message
-        return {**message, "headers": [pair for pair in headers if pair[0].lower() != b"content-length"]}
+        self._is_stream = may_be_edited(message) and has_type(message.get("headers", ()))
+        return without_length(message) if self._is_stream else message
 
     def _shown(self, body: bytes, *, is_last: bool = False) -> bytes:
         """The part that the client sees of the stream's next bytes, and of those held before."""

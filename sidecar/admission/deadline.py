@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from sidecar.admission.intake import DEADLINE_HEADER
 from sidecar.errors import InvalidHeader
 from sidecar.policy.model import Policy
 from sidecar.policy.units import duration_s
@@ -20,11 +21,12 @@ from sidecar.policy.units import duration_s
 if TYPE_CHECKING:
     from sidecar.pools import Lease, Pool
 
-DEADLINE_HEADER = b"x-admission-deadline"
 LEAST_US = 100_000
 """The least time between two looks at a waiting request: thousands may be near their deadlines at once."""
+SPREAD = 0.1
+"""Part of the measured wait by which some rise earlier: thousands with one deadline would rise in one moment."""
 
-_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d(?::\d\d)?)(?:\.\d+)?([Zz]|[+-]\d\d:\d\d)?", re.ASCII)
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d(?::\d\d)?)(?:\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 _WRITE = "send a time with its zone such as 2027-01-31T06:00:00Z, or a duration such as 6h, of at most a year"
 
 
@@ -32,36 +34,25 @@ def asked_deadline_us(raw: bytes, now_us: int) -> int:
     """The deadline that a header's value states, by the clock of `now_us`. Raises InvalidHeader."""
     text = raw.decode("latin-1").strip()
     try:
-        return now_us + round(_left_s(text) * 1e6)
+        if (moment := _MOMENT.fullmatch(text)) is None:
+            left_s = float(duration_s(text))
+        else:
+            day, clock, zone = moment.groups()
+            left_s = seconds_until(datetime.fromisoformat(f"{day}T{clock}{'+00:00' if zone in 'Zz' else zone}"))
     except ValueError:
         raise InvalidHeader(f"{DEADLINE_HEADER.decode()}: {text[:40]!r} is no deadline; {_WRITE}") from None
+    return now_us + round(left_s * 1e6)
 
 
 def latest_deadline_us(policy: Policy, level: int, asked_us: int, arrived_us: int) -> int:
-    """The deadline that counts in a tier: at most as late as its `max_deadline` allows.
-
-    Raises InvalidHeader where the tier has none.
-    """
+    """The deadline that counts in a tier: at most as late as its `max_deadline`. Raises InvalidHeader without one."""
     if (most_s := policy.tiers[level].queue.max_deadline_s) is None:
-        raise InvalidHeader(f"{DEADLINE_HEADER.decode()}: {no_deadline(policy, level)}")
+        those = ", ".join(tier.name for tier in policy.tiers if tier.queue.max_deadline_s is not None) or "none here"
+        tier = f"tier {policy.tiers[level].name} takes no request with a deadline"
+        raise InvalidHeader(
+            f"{DEADLINE_HEADER.decode()}: {tier}; those with `queue: {{max_deadline: ...}}` do: {those}"
+        )
     return min(asked_us, arrived_us + round(most_s * 1e6))
-
-
-def no_deadline(policy: Policy, level: int) -> str:
-    """Half a sentence: a tier takes no deadline, and which others do."""
-    others = ", ".join(tier.name for tier in policy.tiers if tier.queue.max_deadline_s is not None)
-    asked = f"ask for one of {others}" if others else "no tier here does, as none has `queue: {max_deadline: ...}`"
-    return f"tier {policy.tiers[level].name} takes no request with a deadline; {asked}"
-
-
-def _left_s(text: str) -> float:
-    """The seconds from now to a deadline. Raises ValueError for what is none, has no zone, or is in no calendar."""
-    if (moment := _MOMENT.fullmatch(text)) is None:
-        return float(duration_s(text))
-    day, clock, zone = moment.groups()
-    if zone is None:
-        raise ValueError(text)
-    return seconds_until(datetime.fromisoformat(f"{day}T{clock}{'+00:00' if zone in 'Zz' else zone}"))
 
 
 def seconds_until(moment: datetime) -> float:
@@ -72,19 +63,18 @@ def seconds_until(moment: datetime) -> float:
 class RisingWait:
     """One wait of a request with a deadline: it looks now and then, and raises the request by a tier where that is due.
 
-    That is so where what remains is no longer than the wait in the request's present tier: the longest of those that
-    ended there lately, or what it has waited there itself. So each tier gets at most half of what remains, also where
-    nothing moves in it. It rises to the tier `best` at most. It is not raised to a tier that has no place for it, or
-    that could never admit it: it keeps its place, and looks again.
+    That is so where what remains is no longer than the wait in its present tier: the longest of those that ended there
+    lately, or what it has waited there itself. So each tier gets at most half of what remains, also if nothing moves.
+    It rises to the tier `best` at most, and stays where it is if the next has no place for it, or could never admit it.
+    Between two looks half of the time passes that remains before it is due: a day's wait costs some 20.
 
-    Between two looks half of the time passes that remains before it would be due, so that a day's wait costs some 20.
-    `rose` is called after each rise. Call `stop` at the end of the wait.
+    `rose` is called after each rise, with its time. Call `stop` at the end of the wait.
     """
 
-    def __init__(self, pool: Pool, lease: Lease, deadline_us: int, best: int, rose: Callable[[], None]) -> None:
+    def __init__(self, pool: Pool, lease: Lease, deadline_us: int, best: int, rose: Callable[[int], None]) -> None:
         self._pool, self._lease = pool, lease
         self._deadline_us, self._best, self._rose = deadline_us, best, rose
-        self._since_us = pool.now_us()
+        self._since_us, self._margin = pool.now_us(), 1 + SPREAD * (lease.id % 64) / 64
         self._timer: asyncio.TimerHandle | None = None
         self._look()
 
@@ -95,22 +85,20 @@ class RisingWait:
 
     def _look(self) -> None:
         pool, lease, now_us = self._pool, self._lease, self._pool.now_us()
-        left_us, pause_us = self._deadline_us - now_us, 0
+        left_us = self._deadline_us - now_us
         while lease.grant is None and left_us > 0 and lease.tier > self._best:
             pause_us = self._pause_us(now_us, left_us)
-            if not pause_us:
-                if pool.rise(lease, lease.tier - 1):
-                    self._since_us = now_us
-                    self._rose()
-                    continue
-                pause_us = left_us // 8
-            delay_s = max(LEAST_US, pause_us) / 1e6
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
-            return
+            if pause_us or not pool.rise(lease, lease.tier - 1):
+                pause_us = max(LEAST_US, pause_us or left_us // 8)
+                self._timer = asyncio.get_running_loop().call_later(pause_us / 1e6, self._look)
+                return
+            self._since_us = now_us
+            self._rose(now_us)
 
     def _pause_us(self, now_us: int, left_us: int) -> int:
         """The time until the next look; 0 where it is to rise now."""
-        own_us, lately_us = now_us - self._since_us, self._pool.longest_wait_us(self._lease.tier)
+        own_us = now_us - self._since_us
+        lately_us = round(self._pool.longest_wait_us(self._lease.tier) * self._margin)
         if left_us <= max(own_us, lately_us):
             return 0
         return max(1, min((left_us - own_us + 1) // 2, (left_us - lately_us) // 2))

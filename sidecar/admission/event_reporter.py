@@ -34,12 +34,10 @@ from sidecar.events import (
     Refused,
     Replayed,
     ReplayReason,
-    Risen,
     ServiceGain,
     Settled,
 )
 from sidecar.lengths.lease_size import LeaseSize
-from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
 from sidecar.pools import Grant
 
@@ -100,10 +98,6 @@ class EventReporter(msgspec.Struct, eq=False):
             self.gain.report.queued(obstacle)
         if self.observation is not None or self._begin is not None:
             self.event(Queued(self._now_us(), *obstacle(), mark))
-
-    def risen(self, request: SizedRequest, policy: Policy, mark: tuple[int, int]) -> None:
-        """The waiting request rose to a better tier."""
-        self.event(Risen(self._now_us(), policy.tiers[request.classification.level].name, mark))
 
     def waited_for_store(self, since_us: int) -> None:
         """The pool's first answer admitted the request, but took so long that it counts as a wait."""

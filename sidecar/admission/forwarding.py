@@ -21,16 +21,19 @@ would have the engine.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Container, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from sidecar.admission.answer import Answer, without_files
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, with_write
+from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with_write
 from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest
+from sidecar.admission.model_names import with_model
 from sidecar.admission.request_path import guarded_endpoint, path_for_app
 from sidecar.admission.responses import REQUEST_ID
 from sidecar.admission.usage import UsageReader
@@ -40,7 +43,6 @@ from sidecar.engines.base import Engine, Forward
 from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
 from sidecar.identity.classify import TenantClaims, named_by_app
-from sidecar.identity.service_tiers import granted_name, is_read
 from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove
 from sidecar.policy.endpoint import Endpoint
@@ -49,6 +51,8 @@ from sidecar.pools import Grant
 
 if TYPE_CHECKING:
     from sidecar.admission.answer_edits import Edit
+    from sidecar.admission.policy_snapshot import PolicySnapshot
+    from sidecar.identity.service_tiers import ServiceTiers
 
 _CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS
 """The APIs whose streams have to be asked; those of the others always say their usage. An enumeration's attribute costs
@@ -103,36 +107,61 @@ def _asking_options(written: bytes | None, engine: Engine) -> bytes | None:
     return options
 
 
-def body_for_app(request: SizedRequest, policy: Policy, forward: Forward, stream_options: bytes | None) -> bytes:
-    """The body for the app, which gets the priority by `forward`. See also `forwarded_body`."""
-    payload, tiers = request.payload, policy.service_tiers
-    body = forwarded_body(_capped_body(request), payload, forward, stream_options)
-    if payload.service_tier is not None and tiers and is_read(tiers, payload.service_tier):
-        body = remove(body, (_SERVICE_TIER,))
-    return body
+def request_for_app(
+    request: SizedRequest,
+    snapshot: PolicySnapshot,
+    endpoint: Endpoint,
+    scope: Scope,
+    pairs: Headers,
+    *,
+    forward: Forward,
+    added: Headers,
+    client: ClientChannel,
+    answer: Answer,
+    is_proxied: bool,
+) -> tuple[Scope, bytes]:
+    """The scope and the body for the app, which gets the priority by `forward`. The way back to the client is ready.
 
-
-def scope_for_app(  # noqa: PLR0917  # names at the call would cost as much as the rest
-    request: SizedRequest, endpoint: Endpoint, scope: Scope, pairs: Headers, added: Headers, body: bytes
-) -> Scope:
-    """The scope for the app. `pairs` are the client's headers as they came, `added` those that replace them."""
-    if b"content-length" in request.headers and (
-        body is not request.payload.body or CONTENT_ENCODING in request.stripped
-    ):
+    `pairs` are the client's headers as they came, `added` those that replace them. See also `forwarded_body`.
+    """
+    payload, tiers, engine = request.payload, snapshot.classifier.service_tiers, snapshot.asks_usage_of
+    is_edited = request.engine_model is not None or payload.service_tier is not None
+    if is_edited and (edits := _answer_edits(request, tiers)):
+        client.edit(edits)
+    options = ask_for_usage(request, engine, answer.usage) if engine is None or payload.stream else None
+    if options is not None:
+        client.hide_usage()
+    body = forwarded_body(_own_body(request, tiers), payload, forward, options)
+    if b"content-length" in request.headers and (body is not payload.body or CONTENT_ENCODING in request.stripped):
         added = (*added, (b"content-length", b"%d" % len(body)))
-    return forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.stripped, added))
+    for_app = forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.stripped, added))
+    # Of the server's short ways only those stay on which no byte passes unread, or without its edit.
+    editor, is_plain = client.editor, client.keepalive is None
+    if not is_plain or editor is not None or (endpoint.cost is not None and endpoint.cost.member):
+        for_app["extensions"] = without_files(for_app)
+    if (write := find_write(for_app)) is not None:
+        write = write if editor is None else partial(editor.write, write)
+        with_write(for_app, partial(answer.write, write) if is_plain and is_proxied else None)
+    return for_app, body
 
 
-def answer_edits(request: SizedRequest, policy: Policy) -> Sequence[Edit]:
-    """Edits by which the answer to a client that sent a `service_tier` says which it got, in its API's own member."""
-    api, asked = request.api, request.payload.service_tier
-    if asked is None or not policy.service_tiers or asked == b"null" or api not in _SERVICE_TIER_IN:
-        return ()
+def _answer_edits(request: SizedRequest, tiers: ServiceTiers | None) -> list[Edit]:
+    """Edits by which an answer has the client's own name of the model, and the `service_tier` that a client who asked
+    for one has got, in its API's own member.
+    """
     from sidecar.admission.answer_edits import Edit
 
-    whole, streamed, beside = _SERVICE_TIER_IN[api]
-    name = granted_name(policy.service_tiers, api, request.classification.level, asked)
-    return (Edit(streamed if request.payload.stream else whole, b'"%b"' % name.encode(), beside),)
+    api, asked, edits = request.api, request.payload.service_tier, list[Edit]()
+    if request.engine_model is not None:
+        from sidecar.admission.model_bodies import model_edits
+
+        edits += model_edits(request.payload.model or "")
+    if tiers is not None and asked not in (None, b"null") and api in _SERVICE_TIER_IN:
+        assert asked is not None
+        whole, streamed, beside = _SERVICE_TIER_IN[api]
+        name = tiers.granted_name(api, request.classification.level, asked)
+        edits.append(Edit(streamed if request.payload.stream else whole, b'"%b"' % name.encode(), beside))
+    return edits
 
 
 def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:
@@ -143,14 +172,19 @@ def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) 
     return ((REQUEST_ID, request_id.encode("ascii")),)
 
 
-def _capped_body(request: SizedRequest) -> bytes:
-    """The client's body, with the output cap, where it has one, as its only maximum. Every other byte stays."""
-    body, cap = request.payload.body, request.output_cap
-    if cap is None:
-        return body
-    for field in MAXIMUM_FIELDS[request.api]:
-        body = remove(body, (field,))
-    return insert(body, MAXIMUM_FIELDS[request.api][0], b"%d" % cap)
+def _own_body(request: SizedRequest, tiers: ServiceTiers | None) -> bytes:
+    """The client's body with the output cap, where it has one, as its only maximum, the model as the engine names it,
+    and without a `service_tier` that was read here. Every other byte stays.
+    """
+    payload, cap = request.payload, request.output_cap
+    body = payload.body
+    if cap is not None:
+        for field in MAXIMUM_FIELDS[request.api]:
+            body = remove(body, (field,))
+        body = insert(body, MAXIMUM_FIELDS[request.api][0], b"%d" % cap)
+    if tiers is not None and payload.service_tier is not None and tiers.is_read(payload.service_tier):
+        body = remove(body, (_SERVICE_TIER,))
+    return body if request.engine_model is None else with_model(body, request.engine_model)
 
 
 def new_granted(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:
@@ -236,9 +270,21 @@ def call_app(
     controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
 ) -> Awaitable[None]:
     """Calls the app with the scope `for_app`, which is `scope` itself or a copy."""
+    if controller.snapshot.names.renamed and for_app.get("method") == "POST":
+        return _call_renamed(controller, scope, for_app, receive, send)
     if for_app is scope or controller.is_proxied:  # around our own proxy there is no one
         return controller.app(for_app, receive, send)
     return _call_and_show(controller, scope, for_app, receive, send)
+
+
+async def _call_renamed(
+    controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
+) -> None:
+    from sidecar.admission.model_bodies import renamed
+
+    snapshot = controller.snapshot
+    renamed_for_app = await renamed(snapshot.names, snapshot.policy.max_body_bytes, for_app, receive, send)
+    await _call_and_show(controller, scope, *renamed_for_app)
 
 
 async def _call_and_show(

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from starlette.types import Message, Scope
 
 from sidecar.admission.charges import ChargesByModel
-from sidecar.admission.deadline import DEADLINE_HEADER, asked_deadline_us, latest_deadline_us
 from sidecar.admission.policy_snapshot import KEY_HEADERS, PolicySnapshot
 from sidecar.admission.via import refuse_loop
 from sidecar.apis import Api
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from sidecar.admission.request_gain import GainMeter
     from sidecar.payload.content_codings import PackedBody
 
-MAX_WAIT_HEADER = b"x-admission-max-wait"
+MAX_WAIT_HEADER, DEADLINE_HEADER = b"x-admission-max-wait", b"x-admission-deadline"
 CONTENT_ENCODING = b"content-encoding"
 NOT_PACKED = (b"accept-encoding", b"identity")
 """No answer may be compressed: its usage is read, and it may have begun as plain text."""
@@ -93,8 +92,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     is the endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool
     of one engine. `token_cost` has the weights of its tokens, None where each counts as one; `beside` are the accounts
     beside its tenant's own. The body of one that `is_unread` passes as it comes. Its hash says whether a client sends
-    it again:
-    `Ask.request`.
+    it again: `Ask.request`. `engine_model` is the model's name at the engine, where that is another.
     """
 
     headers: Mapping[bytes, bytes]
@@ -115,6 +113,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     objective: Objective | None = None
     gain: TicketGain | None = None
     is_unread: bool = False
+    engine_model: str | None = None
     deadline_us: int | None = None
     token_cost: TokenCost | None = None
     beside: tuple[Account, ...] = ()
@@ -153,16 +152,6 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     def charged(self, level: int) -> SizedRequest:
         """With the level that the pool charges, or whose queue is full."""
         return replace(self, classification=self.classification.charged(level))
-
-    def risen(self, level: int) -> SizedRequest:
-        """With the better level that it rose to."""
-        return replace(self, classification=self.classification.risen(level))
-
-    @property
-    def best_level(self) -> int:
-        """The best level that it may rise to: none above the one that it has where its tenant is over its limits."""
-        classification = self.classification
-        return classification.tenant.max_level if classification.downgraded_from is None else classification.level
 
     def ask(self) -> Ask:
         """The request's ask of the pool."""
@@ -254,6 +243,8 @@ class RequestIntake(msgspec.Struct, eq=False):
         if tenant is snapshot.policy.anonymous:
             self._unread_keys = snapshot.classifier.unread(headers, scope.get("query_string", b""))
         if DEADLINE_HEADER in headers:
+            from sidecar.admission.deadline import asked_deadline_us
+
             self._deadline_us = asked_deadline_us(headers[DEADLINE_HEADER], self._received_us)
         if CONTENT_ENCODING in headers and not self._is_upload:
             from sidecar.payload.content_codings import packed_body
@@ -349,6 +340,8 @@ class RequestIntake(msgspec.Struct, eq=False):
         if self.trace is not None:
             self.trace(asked, tenant)
         self.classification = classification = snapshot.classifier.classify(asked, tenant)
+        if tenant.models is not None:
+            snapshot.names.refuse_others(tenant, payload.model, None if is_unread else payload.body)
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
             refuse_what_is_too_much(payload, policy)
@@ -357,22 +350,14 @@ class RequestIntake(msgspec.Struct, eq=False):
         prompt_tokens = snapshot.estimator.prompt_tokens(payload, tenant.name)
         output = payload.max_output_tokens
         if output is None:
-            output = _default_output(policy, classification.level, cap)
+            default = policy.tiers[classification.level].default_output_tokens
+            output = default if cap is None else min(default, cap)
         stripped = (*stripped, *asked.stripped, *snapshot.credentials.stripped(headers))
         if self._unread_keys:
             classification = classification.ignoring(self._unread_keys)
             if not policy.forward_key:
                 stripped = (*stripped, *(place.encode() for place in self._unread_keys))
-        objective = snapshot.objectives[classification.level] if snapshot.objectives else None
-        if objective is not None and not headers.keys().isdisjoint(SLO_HEADERS):
-            objective, ignored = asked_slo(headers, objective)
-            classification = classification.ignoring(ignored)
-        deadline_us = asked_us = self._deadline_us
-        if asked_us is not None:
-            deadline_us = latest_deadline_us(policy, classification.level, asked_us, self._received_us)
-            if deadline_us != asked_us:
-                classification = classification.ignoring((DEADLINE_HEADER.decode(),))
-            objective = None  # it waits for as long as it may: that is no miss of its tier's `slo`
+        classification, objective, deadline_us = self._promised(classification)
         self.classification = classification
         added = snapshot.credentials.added
         request = SizedRequest(
@@ -391,9 +376,27 @@ class RequestIntake(msgspec.Struct, eq=False):
             max_wait_s=_asked_wait_s(headers),
             objective=objective,
             is_unread=is_unread,
+            engine_model=snapshot.names.renamed.get(payload.model),
             deadline_us=deadline_us,
         )
         return request if snapshot.charges is None else _charged(request, snapshot.charges)
+
+    def _promised(self, classification: Classification) -> tuple[Classification, Objective | None, int | None]:
+        """The request's objective and deadline, as far as its client may change them; what did not count is noted."""
+        snapshot, headers = self._snapshot, self._headers
+        objective = snapshot.objectives[classification.level] if snapshot.objectives else None
+        if objective is not None and not headers.keys().isdisjoint(SLO_HEADERS):
+            objective, ignored = asked_slo(headers, objective)
+            classification = classification.ignoring(ignored)
+        deadline_us = asked_us = self._deadline_us
+        if asked_us is not None:
+            from sidecar.admission.deadline import latest_deadline_us
+
+            deadline_us = latest_deadline_us(snapshot.policy, classification.level, asked_us, self._received_us)
+            if deadline_us != asked_us:
+                classification = classification.ignoring((DEADLINE_HEADER.decode(),))
+            objective = None  # it waits for as long as it may: that is no miss of its tier's `slo`
+        return classification, objective, deadline_us
 
 
 def _charged(request: SizedRequest, charges: ChargesByModel) -> SizedRequest:
@@ -425,11 +428,6 @@ def sized_for(
     elif sizes.learns:
         request = request.expecting(sizes, pool)
     return request if meter is None else replace(request, gain=meter.appraise(request, tier_names))
-
-
-def _default_output(policy: Policy, level: int, cap: int | None) -> int:
-    default = policy.tiers[level].default_output_tokens
-    return default if cap is None else min(default, cap)
 
 
 def _asked_wait_s(headers: Mapping[bytes, bytes]) -> float | None:
@@ -490,8 +488,6 @@ def _refuse_other_text(body: bytes) -> None:
 
 def refuse_background(payload: Payload, choice: Background) -> None:
     """Raises BackgroundNotAllowed where the policy refuses it, and InvalidBody for one that could not be followed."""
-    if not payload.background:
-        return
     if choice is Background.REFUSE:
         raise BackgroundNotAllowed(
             "background: true is not allowed here, because such a response runs on after its request is answered; "

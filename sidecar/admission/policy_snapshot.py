@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sidecar.admission.charges import ChargesByModel, charges_by_model
+from sidecar.admission.model_names import ModelNames
 from sidecar.admission.request_path import by_path
 from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
 from sidecar.events import Headers
@@ -83,6 +84,7 @@ class PolicySnapshot:
     endpoints: Mapping[str, Endpoint]
     named_endpoints: Mapping[str, Endpoint]
     classifier: Classifier
+    names: ModelNames
     estimator: Estimator
     credentials: Credentials
     priorities: tuple[int | float, ...]
@@ -122,6 +124,7 @@ def policy_snapshot(
         endpoints={} if policy.mode is Mode.PASS else named_endpoints,
         named_endpoints=named_endpoints,
         classifier=Classifier(policy, dialect, tokens),
+        names=ModelNames(policy),
         estimator=estimator,
         credentials=credentials,
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),

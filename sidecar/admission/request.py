@@ -28,13 +28,10 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.engine_route import EngineRoute
 from sidecar.admission.event_reporter import new_reporter
 from sidecar.admission.forwarding import (
-    answer_edits,
-    ask_for_usage,
-    body_for_app,
     id_for_app,
     new_granted,
     pass_read,
-    scope_for_app,
+    request_for_app,
     show_outside,
 )
 from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY
@@ -405,26 +402,20 @@ class RequestHandler(TurnUser):
         return False
 
     def _scope_for_app(self, forward: Forward, granted: Granted, answer: Answer) -> Scope:
-        request, policy = self._request, self._snapshot.policy
-        if edits := answer_edits(request, policy):
-            self._client.edit(edits)
-        asked = self._snapshot.asks_usage_of
-        options = ask_for_usage(request, asked, answer.usage) if asked is None or request.payload.stream else None
-        if options is not None:
-            self._client.hide_usage()
-        observation, is_proxied = self._reporter.observation, self._controller.is_proxied
+        request, observation, is_proxied = self._request, self._reporter.observation, self._controller.is_proxied
         traced = () if observation is None else observation.headers()
         named = () if is_proxied else id_for_app(self._request_id, self._pairs, request.headers)
         added = (*forward.headers, *traced, *request.added, *named)
-        body = body_for_app(request, policy, forward, options)
-        scope = scope_for_app(request, self._endpoint, self._scope, self._pairs, added, body)
+        scope, body = request_for_app(
+            request, self._snapshot, self._endpoint, self._scope, self._pairs, forward=forward, added=added,
+            client=self._client, answer=answer, is_proxied=is_proxied,
+        )  # fmt: skip
         self._body = None if self._upload else body
         if request.payload.background:
             app = self._controller.app if self._route is None else self._route.pinned(self._controller.app)
             answer.background = BackgroundRequest(app, scope, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
-        answer.keep_short_ways(scope, is_proxied=is_proxied)
         scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
         self._for_app = None if is_proxied else scope
         return scope

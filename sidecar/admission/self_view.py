@@ -134,7 +134,7 @@ async def _view(controller: AdmissionController, tenant: Tenant) -> SelfView:
         cost={model: figures(cost) for model, cost in controller.policy.costs.items()},
     )
     if controller.controllers:
-        found = {name: _tiers(one, tenant) for name, one in controller.controllers.items()}
+        found = {name: _tiers(one, tenant) for name, one in _pools(controller, tenant).items()}
         return msgspec.structs.replace(view, models=found, limits_by_model=await _limits_by_model(controller, tenant))
     return msgspec.structs.replace(view, tiers=_tiers(controller, tenant))
 
@@ -175,8 +175,16 @@ async def _limits_by_model(controller: AdmissionController, tenant: Tenant) -> d
     limits = tenant.limits
     if not controller.counts_apart or limits.requests_per_minute is limits.tokens_per_minute is None:
         return {}
-    models = controller.controllers.items()
+    models = _pools(controller, tenant).items()
     return {name: LimitsView(*_by_minute(limits, await _left(one, tenant.account))) for name, one in models}
+
+
+def _pools(controller: AdmissionController, tenant: Tenant) -> dict[str, AdmissionController]:
+    """The controllers of the models whose pools a tenant may use by some name, by the first such name."""
+    found: dict[str, str] = {}
+    for name in controller.snapshot.names.usable(tenant):
+        found.setdefault(controller.snapshot.names.called[name], name)
+    return {name: controller.controllers[model] for model, name in found.items()}
 
 
 def _by_minute(limits: AccountLimits, left: RemainingLimits | None) -> tuple[LimitView | None, LimitView | None]:

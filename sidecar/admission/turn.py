@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from sidecar.admission.client import ClientComments
-from sidecar.admission.deadline import RisingWait
 from sidecar.admission.engine_route import EngineHealth, no_engine
 from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest
@@ -32,7 +31,7 @@ from sidecar.errors import (
     QueueTimeout,
     TenantLimit,
 )
-from sidecar.events import Obstacle
+from sidecar.events import Obstacle, Risen
 from sidecar.lengths.lease_size import LeaseSizes
 from sidecar.policy.model import Policy
 from sidecar.policy.tier import Tier
@@ -296,7 +295,12 @@ class Turn(msgspec.Struct, eq=False):
         if user.passes:
             lease.give_up()
         events: set[asyncio.Future[Any]] = {granted} if disconnect is None else {granted, disconnect}
-        rising = None if self.request.deadline_us is None else self._rise(self.request.deadline_us)
+        rising, deadline_us = None, self.request.deadline_us
+        if deadline_us is not None:
+            from sidecar.admission.deadline import RisingWait
+
+            best = self.request.classification.best_level
+            rising = RisingWait(self._pool, lease, deadline_us, best, self._rose)
         try:
             await self._wait_for(events, comments)
         finally:
@@ -324,15 +328,10 @@ class Turn(msgspec.Struct, eq=False):
         deadline_us, ends_us = self.request.deadline_us, self._ends_us
         return deadline_us is not None and (ends_us is None or deadline_us <= ends_us)
 
-    def _rise(self, deadline_us: int) -> RisingWait:
-        """Raises the request to better tiers while it waits, as its deadline comes near."""
-        return RisingWait(self._pool, self.lease, deadline_us, self.request.best_level, self._rose)
-
-    def _rose(self) -> None:
+    def _rose(self, at_us: int) -> None:
         level = self.lease.tier
-        self._mark = self._pool.mark(level)
-        self.request = self.request.risen(level)
-        self.reports.risen(self.request, self._policy, self._mark)
+        self._mark, self.request = self._pool.mark(level), self.request.charged(level)
+        self.reports.event(Risen(at_us, self._policy.tiers[level].name, self._mark))
         self._user.rose(self.request)
 
     async def _how_it_went(self) -> Grant | None:

@@ -31,12 +31,13 @@ from sidecar.admission.responses import request_id, send_error, speaks_anthropic
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
 from sidecar.engines import NoPriorityEngine
 from sidecar.engines.base import Routes
-from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded, UpgradeRequired
+from sidecar.errors import AdmissionError, InvalidApiKey, InvalidBody, NotGuarded, UpgradeRequired
 from sidecar.events import UnguardedRequest
 from sidecar.identity.classify import api_key, named_by_app
 from sidecar.identity.issuer_keys import KeysNeeded, with_keys
 from sidecar.policy.choices import Unguarded
 from sidecar.policy.model import Policy
+from sidecar.policy.tenant import Tenant
 
 READING = frozenset(("GET", "HEAD", "OPTIONS"))
 """Methods that change nothing (RFC 9110, section 9.2.1), but for an engine's `Routes.changing_reads`."""
@@ -56,7 +57,10 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
     is_observing = controller.is_observing
     refusal: AdmissionError | None = None
     try:
-        passed = await _checked_with_keys(controller, scope)
+        passed, tenant = await checked_with_keys(controller, scope)
+        is_read = scope.get("method", "GET") in READING
+        if tenant is not None and tenant.models is not None and not is_read and not is_observing:
+            receive = await _with_own_model(controller, tenant, scope, receive)
     except AdmissionError as error:
         refusal, passed = error, scope
     if refusal is not None and not is_observing:
@@ -210,14 +214,29 @@ def _is_preflight(scope: Scope) -> bool:
     return asks and any(name == b"access-control-request-method" for name, _ in scope["headers"])
 
 
-async def _checked_with_keys(controller: AdmissionController, scope: Scope) -> Scope:
+async def _with_own_model(controller: AdmissionController, tenant: Tenant, scope: Scope, receive: Receive) -> Receive:
+    """The client's messages, once their body is known to name no model that the tenant may not use."""
+    from sidecar.admission.model_bodies import read_for_model
+
+    body = await read_for_model(scope["headers"], receive, controller.policy.max_body_bytes)
+    if body.text is None:
+        raise InvalidBody("the model of this body cannot be read; send JSON, and no more than other requests may have")
+    if body.model:
+        controller.snapshot.names.refuse_others(tenant, body.model, body.text)
+    return body.receive
+
+
+async def checked_with_keys(controller: AdmissionController, scope: Scope) -> tuple[Scope, Tenant | None]:
     """See `_checked`. Waits for the keys of a token's issuer; the dry run, which holds no request, does not."""
     check = partial(_checked, controller, scope)
     return check() if controller.is_observing else await with_keys(check)
 
 
-def _checked(controller: AdmissionController, scope: Scope) -> Scope:
-    """The scope for the app. Raises NotGuarded, UpgradeRequired, or InvalidApiKey where a key is needed."""
+def _checked(controller: AdmissionController, scope: Scope) -> tuple[Scope, Tenant | None]:
+    """The scope for the app, and the tenant where a key is needed.
+
+    Raises NotGuarded, UpgradeRequired, or InvalidApiKey where there is none.
+    """
     snapshot = controller.snapshot
     is_websocket = scope["type"] == "websocket" or _offers_websocket(snapshot, scope)
     method: str = WEBSOCKET if is_websocket else scope["method"]
@@ -227,7 +246,7 @@ def _checked(controller: AdmissionController, scope: Scope) -> Scope:
             raise UpgradeRequired(_OVER_HTTP)
         raise not_guarded(method, scope, snapshot.routes)
     if treated is Treatment.PASSES or _is_preflight(scope):
-        return scope
+        return scope, None
     return with_engine_key(controller, scope)
 
 
@@ -258,21 +277,25 @@ def _offers_websocket(snapshot: PolicySnapshot, scope: Scope) -> bool:
     return is_offer and _is_guarded(snapshot, scope)
 
 
-def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
+def with_engine_key(controller: AdmissionController, scope: Scope) -> tuple[Scope, Tenant | None]:
     """The scope with the engine's key in place of the tenant's. Raises InvalidApiKey, as a guarded path would.
 
-    A client with the engine's own key passes unchanged.
+    A client with the engine's own key passes unchanged, as no tenant.
     """
     headers = dict(scope["headers"])
     snapshot, key = controller.snapshot, api_key(headers)
     refuse_two_keys(scope["headers"], headers, snapshot)
     if key is not None and controller.engine_key is not None and hmac.compare_digest(key, controller.engine_key):
-        return scope
-    if key is None and snapshot.policy.anonymous is not None:
-        return scope
-    snapshot.classifier.tenant(headers, scope, scope["headers"])
+        return scope, None
+    if key is None and snapshot.policy.anonymous is not None and not snapshot.names.are_bounded:
+        return scope, None
+    tenant = snapshot.classifier.tenant(headers, scope, scope["headers"])
+    if tenant is snapshot.policy.anonymous:
+        return scope, None
     stripped, added = snapshot.credentials.stripped(headers), snapshot.credentials.added
-    return {**scope, "headers": forwarded_headers(scope["headers"], stripped, added)} if stripped or added else scope
+    if stripped or added:
+        scope = {**scope, "headers": forwarded_headers(scope["headers"], stripped, added)}
+    return scope, tenant
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: AdmissionError, named: str) -> None:

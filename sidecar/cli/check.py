@@ -120,12 +120,14 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
             }
             for name, model in policy.models.items()
         ],
+        "aliases": {alias: one.model for alias, one in policy.aliases.items()},
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
         "public": policy.public_paths,
         "background": policy.background.value,
         "usage": policy.usage.value,
         "tenants": sorted(policy.named),
         "limits": {name: as_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
+        "allowed_models": {name: tenant.models for name, tenant in sorted(policy.named.items()) if tenant.models},
         "silent_alerts": silent_alerts(policy),
         "warnings": _list(found),
     }
@@ -301,6 +303,7 @@ def _people(policy: Policy) -> str:
         keys = sum(other is tenant for other in policy.tenants.values())
         upto = "" if own == best else f", may ask for {best}"
         lines.append(f"  {name}: {own}{upto}; {keys} key{'s' * (keys != 1)}, weight {tenant.weight}")
+        lines += [f"    models: {', '.join(tenant.models)}"] if tenant.models else []
         lines += [f"    limits: {limits}"] if (limits := _limits(policy, tenant)) else []
     if len(tenants) > _MOST_TENANTS:
         lines.append(f"  ... and {len(tenants) - _MOST_TENANTS} more")
@@ -352,12 +355,15 @@ def _counted_limits(limits: AccountLimits) -> list[str]:
 
 
 def _paths(policy: Policy) -> str:
-    """The guarded paths, and the treatment of the others."""
+    """The guarded paths, the treatment of the others, and the aliases."""
     chosen = "deny before an engine's server, generating in an app"
     chosen = chosen if policy.unguarded is None else policy.unguarded.value
     guarded = f"{len(policy.endpoints)} guarded paths; unguarded: {chosen}; background: {policy.background.value}"
     has_pages = policy.unguarded not in {Unguarded.ALLOW, Unguarded.GENERATING}
-    return f"{guarded}\non an engine's server {_public(policy)}" if has_pages else guarded
+    lines = [guarded, *([f"on an engine's server {_public(policy)}"] if has_pages else [])]
+    if policy.aliases:
+        lines.append("aliases: " + ", ".join(f"{name} is {one.model}" for name, one in policy.aliases.items()))
+    return "\n".join(lines)
 
 
 def _public(policy: Policy) -> str:

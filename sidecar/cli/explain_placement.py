@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sidecar.fleet.model_names import ModelNames
+from sidecar.admission.intake import SizedRequest
+from sidecar.admission.model_names import ModelNames
 from sidecar.policy.fields import UNBOUNDED
 from sidecar.policy.fleet import Affinity, Discovery, EngineAddress, FleetPolicy, offered
 from sidecar.policy.model import Policy
@@ -16,9 +17,10 @@ from sidecar.pools.engines import EngineOffer
 Found = dict[str, Any]
 
 
-def of_model(policy: Policy, model: str | None, body: bytes) -> Policy:
-    """The policy of the pool that serves a request for a model. Raises InvalidBody or ModelNotFound where none does."""
-    return policy.of_model(ModelNames(policy).model_for(model, body)) if policy.models else policy
+def of_model(policy: Policy, request: SizedRequest) -> Policy:
+    """The policy of the pool that serves a request. Raises InvalidBody or ModelNotFound where none does."""
+    model, tenant = request.payload.model, request.classification.tenant
+    return policy.of_model(ModelNames(policy).model_for(model, request.body, tenant)) if policy.models else policy
 
 
 def empty_pool(policy: Policy) -> Pool:

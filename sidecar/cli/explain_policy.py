@@ -124,20 +124,21 @@ class RequestExplanation:
             return self._found
         self._found |= {"api": endpoint.api.value, "forward_to": endpoint.forward_to, "body_given": body is not None}
         try:
-            await self._follow(endpoint, pairs, query, self._smallest(endpoint.api) if body is None else body)
+            await self._follow(endpoint, pairs, query, body)
         except AdmissionError as error:
             self._found["error"] = {"status": error.status, "code": error.code, "message": error.message}
         return self._found
 
-    def _smallest(self, api: Api) -> bytes:
-        """The body where none is given, for the first model where there are several."""
-        model = next(iter(self._policy.models), "m")
+    def _smallest(self, api: Api, tenant: Tenant) -> bytes:
+        """The body where none is given, for the first model that is known and that the tenant may use."""
+        patterns = [pattern.replace("*", "") for pattern in tenant.models or ("m",)]
+        model = next(iter((*self._snapshot.names.usable(tenant), *patterns)))
         return SMALLEST[api].replace(b'"m"', json.dumps(model).encode(), 1)
 
     def _find_unguarded(self, path: str) -> list[Found]:
         """Treatment of requests on an unguarded path, by where the middleware is mounted."""
         chosen, snapshot = self._policy.unguarded, self._snapshot
-        lists_models = bool(self._policy.models) and is_model_list(path)
+        lists_models = self._snapshot.names.are_listed_here and is_model_list(path)
         modes = [chosen] if chosen is not None else [Unguarded.DENY, Unguarded.GENERATING]
         return [
             {
@@ -148,21 +149,23 @@ class RequestExplanation:
             for mode in modes
         ]
 
-    async def _follow(self, endpoint: Endpoint, given: Headers, query: bytes, body: bytes) -> None:
+    async def _follow(self, endpoint: Endpoint, given: Headers, query: bytes, body: bytes | None) -> None:
         headers = dict(given)
         key = api_key(headers)
         if self._issuer_keys is not None and key is not None and is_token(key):
             await self._issuer_keys.fetch()
         pairs = list(given)
         if headers.keys().isdisjoint((b"content-length", b"transfer-encoding")):
-            pairs.append((b"content-length", b"%d" % len(body)))  # as clients send it
+            pairs.append((b"content-length", b"%d" % len(body or b"")))  # as clients send it
         headers = dict(pairs)
         now_us = monotonic_us()
         intake = RequestIntake(self._snapshot, endpoint, headers, now_us)
         intake.trace = self._note_sources
         try:
             intake.check_head(pairs, {"client": self._client, "query_string": query})
-            request = intake.feed({"type": "http.request", "body": body}, now_us)
+            assert intake.tenant is not None
+            sent = self._smallest(endpoint.api, intake.tenant) if body is None else body
+            request = intake.feed({"type": "http.request", "body": sent}, now_us)
         finally:
             if intake.tenant is not None:
                 self._found["tenant"] = self._tenant(intake.tenant, self._named_by(headers, key))
@@ -170,7 +173,7 @@ class RequestExplanation:
                 self._found |= self._classification(intake.classification)
         assert request is not None
         request = await counted(request, self._snapshot)
-        policy = of_model(self._policy, request.payload.model, request.body)
+        policy = of_model(self._policy, request)
         pool = empty_pool(policy)
         if policy.engines is not None:
             request = replace(request, hits=())  # no engine has anything of its prompt yet
@@ -181,7 +184,7 @@ class RequestExplanation:
         self._found["guards"] = guards(policy, pool, request.classification.level)
         request = await self._take_turn(request, pool)
         self._found["gain"] = gain(self._policy, request)
-        self._found["engine"] = self._engine(endpoint.api, request.classification.level)
+        self._found["engine"] = self._engine(endpoint.api, request)
 
     def _note_sources(self, asked: Asked, tenant: Tenant) -> None:
         """Notes each source's answer for the tier. The first that answers wins, unless one before it is refused."""
@@ -207,6 +210,7 @@ class RequestExplanation:
             "tier": self._names[tenant.level],
             "max_tier": self._names[tenant.max_level],
             "weight": tenant.weight,
+            "models": tenant.models,
         }
 
     def _source(self, answer: SourceAnswer) -> Found:
@@ -253,19 +257,16 @@ class RequestExplanation:
             self._found |= self._classification(request.classification)
         tier = self._policy.tiers[request.classification.level]
         self._found["longest_wait_s"] = longest_s = request.longest_wait_s(self._policy)
-        self._found["deadline"] = self._deadline(request, pool.now_us())
+        if request.deadline_us is not None:
+            rises_to = self._names[request.classification.best_level]
+            left_s = round((request.deadline_us - pool.now_us()) / 1e6)
+            self._found["deadline"] = {"wait_s": left_s, "rises_to": rises_to}
         self._found["timeouts"] = {**asdict(tier.timeouts), "streams": request.payload.stream}
         is_granted = lease.grant is not None
         await pool.close()
         if not is_granted and longest_s is not None:  # no engine is large enough, although all of them are idle
             raise no_room(pool, tier, longest_s)
         return request
-
-    def _deadline(self, request: SizedRequest, now_us: int) -> Found | None:
-        """How long it may wait by its deadline, and the best tier that it rises to; None where it has none."""
-        if request.deadline_us is None:
-            return None
-        return {"wait_s": round((request.deadline_us - now_us) / 1e6), "rises_to": self._names[request.best_level]}
 
     def _note_size(self, request: SizedRequest, policy: Policy) -> None:
         level, sizes = request.classification.level, SizeLimits(policy)
@@ -293,14 +294,17 @@ class RequestExplanation:
         }
         self._found["capacity_from"] = CapacitySource.ENGINE.value if policy.reads_capacity else None
 
-    def _engine(self, api: Api, level: int) -> Found:
-        priority = self._dialect.priority(level, len(self._names))
+    def _engine(self, api: Api, request: SizedRequest) -> Found:
+        priority = self._dialect.priority(request.classification.level, len(self._names))
         forward = self._dialect.forward(api, priority)
+        members = {} if forward.member is None else {"priority": json.loads(forward.member)}
+        if request.engine_model is not None:
+            members["model"] = request.engine_model
         return {
             "name": self._policy.engine.name,
             "priority": priority if forward.is_sent else None,
             "headers": {name.decode(): value.decode() for name, value in forward.headers},
-            "member": None if forward.member is None else {"priority": json.loads(forward.member)},
+            "member": members or None,
         }
 
 
@@ -357,7 +361,8 @@ _TREATED = {
 def _who(tenant: Found) -> list[str]:
     same = tenant["tier"] == tenant["max_tier"]
     may = "may ask for nothing better" if same else f"may ask for up to {tenant['max_tier']}"
-    return [f"   {tenant['name']}, by {tenant['by']}: tier {tenant['tier']}, {may}"]
+    models = [] if tenant["models"] is None else [f"   it may use the models {', '.join(tenant['models'])}"]
+    return [f"   {tenant['name']}, by {tenant['by']}: tier {tenant['tier']}, {may}", *models]
 
 
 def _which(found: Found) -> list[str]:
@@ -464,10 +469,10 @@ def _describe_learning(holds: Found) -> list[str]:
 def _engine_lines(found: Found) -> list[str]:
     engine = found["engine"]
     lines = [f"   header {name}: {value}" for name, value in engine["headers"].items()]
-    if engine["member"]:
-        lines.append(f'   body member "priority": {json.dumps(engine["member"]["priority"])}')
-    if not lines:
-        lines = ["   no priority: it has no place for one here; admission alone orders these requests"]
+    for name, value in (engine["member"] or {}).items():
+        lines.append(f'   body member "{name}": {json.dumps(value)}')
+    if engine["priority"] is None:
+        lines.append("   no priority: it has no place for one here; admission alone orders these requests")
     elif found["forward_to"]:
         lines.append(f"   on the path {found['forward_to']}")
     return lines

@@ -13,9 +13,9 @@ from dataclasses import replace
 from sidecar.admission.controller import AdmissionController, Monitor, Services
 from sidecar.admission.engine_route import EngineHealth
 from sidecar.admission.intake import SizedRequest
+from sidecar.admission.model_names import ModelNames
 from sidecar.engines.watch import EngineState
 from sidecar.events import AppTrace, Classified, Event, Headers, Observation, Observer, Received
-from sidecar.fleet.model_names import ModelNames
 from sidecar.policy.choices import Unguarded
 from sidecar.policy.model import Policy
 
@@ -41,20 +41,24 @@ class ModelsController(AdmissionController):
     ) -> None:
         self.controllers = controllers
         self.counts_apart = counts_apart
-        self.names = ModelNames(policy)
         watch = ModelsHealth({name: one.engine_watch for name, one in controllers.items()})
         super().__init__(replace(services, is_proxied=True, unguarded=Unguarded.DENY, engine_watch=watch), policy)
 
     def controller_for(self, request: SizedRequest) -> AdmissionController:
         """The controller of a request's model. Raises InvalidBody or ModelNotFound: see `ModelNames.model_for`."""
-        return self.controllers[self.names.model_for(request.payload.model, request.body)]
+        tenant = request.classification.tenant
+        return self.controllers[self.names.model_for(request.payload.model, request.body, tenant)]
+
+    @property
+    def names(self) -> ModelNames:
+        """The names of the models, of the policy in force."""
+        return self.snapshot.names
 
     def change_policy(self, policy: Policy) -> None:
         """See `AdmissionController.change_policy`."""
         super().change_policy(policy)
         for name, controller in self.controllers.items():
             controller.change_policy(policy.of_model(name))
-        self.names = ModelNames(policy)
 
     def drain(self, within_s: float | None = None) -> None:
         """See `AdmissionController.drain`."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 from enum import Enum
 from math import floor
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -26,7 +26,6 @@ from sidecar.engines.base import Carrier, Engine
 from sidecar.engines.registry import client_members
 from sidecar.errors import AdmissionError, InvalidApiKey, InvalidToken, TenantsUnavailable, UnknownTenant, UnknownTier
 from sidecar.events import Headers
-from sidecar.identity.service_tiers import AUTO, decoded
 from sidecar.identity.tokens import TokenVerifier, is_token
 from sidecar.payload.decode import Payload
 from sidecar.policy.choices import StoredTenants, TierSource
@@ -34,6 +33,9 @@ from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
+
+if TYPE_CHECKING:
+    from sidecar.identity.service_tiers import ServiceTiers
 
 API_KEY_HEADERS = (b"x-api-key", b"api-key")
 """Headers that hold a key and nothing else: Anthropic's clients send the first, Azure's the second."""
@@ -127,13 +129,15 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     risen_from: int | None = None
 
     def charged(self, level: int) -> Classification:
-        """With the level that the pool charges, or whose queue is full."""
+        """With the level that the pool charges, or whose queue is full. It rose to a better one."""
+        if level < self.level:
+            return msgspec.structs.replace(self, level=level, risen_from=self.risen_from or self.level)
         return msgspec.structs.replace(self, level=level, downgraded_from=self.level)
 
-    def risen(self, level: int) -> Classification:
-        """With the better level that it rose to, as its deadline came near."""
-        before = self.level if self.risen_from is None else self.risen_from
-        return msgspec.structs.replace(self, level=level, risen_from=before)
+    @property
+    def best_level(self) -> int:
+        """The best level that it may rise to: none above the one that it has where its tenant is over its limits."""
+        return self.tenant.max_level if self.downgraded_from is None else self.level
 
     def ignoring(self, more: Iterable[str]) -> Classification:
         """With more that did not count."""
@@ -141,7 +145,10 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
 
 
 class Classifier:
-    """Classifies requests by one policy. Shared by all requests. `tokens` is None where no tokens are accepted."""
+    """Classifies requests by one policy. Shared by all requests. `tokens` is None where no tokens are accepted.
+
+    `service_tiers` are there where the policy reads the body's `service_tier`.
+    """
 
     def __init__(self, policy: Policy, dialect: Engine, tokens: TokenVerifier | None = None) -> None:
         self._tokens = tokens
@@ -152,7 +159,11 @@ class Classifier:
         self._policy = policy
         self._dialect = dialect
         self._last = len(policy.tiers) - 1
-        self._service_levels: dict[object, int] = dict(policy.service_tiers)
+        self.service_tiers: ServiceTiers | None = None
+        if policy.service_tiers:
+            from sidecar.identity.service_tiers import ServiceTiers
+
+            self.service_tiers = ServiceTiers(policy.service_tiers)
         consults: Mapping[TierSource, Callable[[Asked, Tenant], SourceAnswer]] = {
             TierSource.BODY: self._body,
             TierSource.HEADER: self._header,
@@ -303,10 +314,9 @@ class Classifier:
             found += [name.decode("latin-1") for name in asked.stripped]
         if own in asked.headers:
             found.append(own.decode("latin-1"))
-        if payload.service_tier is not None and self._service_levels:
-            value = decoded(payload.service_tier)
-            if value is not None and (value != AUTO or value in self._service_levels):
-                found.append("service_tier")
+        tiers, service_tier = self.service_tiers, payload.service_tier
+        if tiers is not None and service_tier is not None and not tiers.is_silent(service_tier):
+            found.append("service_tier")
         return found
 
     def _body(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002  # every source is asked alike
@@ -353,11 +363,10 @@ class Classifier:
         return SourceAnswer(TierSource.ENGINE, level, stated.statement, f"{stated.value:g}")
 
     def _service_tier(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002
-        raw = asked.payload.service_tier
-        if raw in (None, b"null"):
+        raw, tiers = asked.payload.service_tier, self.service_tiers
+        if raw is None or tiers is None or tiers.is_silent(raw):
             return _NO_SERVICE_TIER
-        assert raw is not None
-        return SourceAnswer(TierSource.SERVICE_TIER, self._service_levels.get(decoded(raw)), "service_tier", _show(raw))
+        return SourceAnswer(TierSource.SERVICE_TIER, tiers.level(raw), "service_tier", _show(raw))
 
     def _answer(self, source: TierSource, where: str, value: object, raw: bytes) -> SourceAnswer:
         """The level of a tier's name, or of a number in [0, 1] with 1 the most important, rounded to the nearest."""

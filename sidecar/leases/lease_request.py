@@ -8,11 +8,10 @@ from math import isfinite
 from typing import NamedTuple
 
 from sidecar.admission.charges import ChargesByModel
-from sidecar.admission.deadline import latest_deadline_us, no_deadline, seconds_until
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
-from sidecar.errors import TenantsUnavailable
+from sidecar.errors import InvalidHeader, TenantsUnavailable
 from sidecar.identity.classify import Classification, Fallback
 from sidecar.payload.decode import LARGEST_COUNT, Payload
 from sidecar.policy.choices import StoredTenants, TierSource
@@ -108,15 +107,18 @@ class LeaseRequest(NamedTuple):
         deadline = self.deadline
         if deadline is None:
             return None
+        from sidecar.admission.deadline import latest_deadline_us, seconds_until
+
         if isinstance(deadline, timedelta):
             left_s = deadline.total_seconds()
         elif isinstance(deadline, datetime) and deadline.utcoffset() is not None:
             left_s = seconds_until(deadline)
         else:
             raise ValueError(f"deadline: {deadline!r} is no timedelta, and no datetime with a zone; write one of them")
-        if policy.tiers[level].queue.max_deadline_s is None:
-            raise ValueError(f"deadline: {no_deadline(policy, level)}")
-        return latest_deadline_us(policy, level, now_us + round(left_s * 1e6), now_us)
+        try:
+            return latest_deadline_us(policy, level, now_us + round(left_s * 1e6), now_us)
+        except InvalidHeader as none:
+            raise ValueError(none.message) from None
 
 
 def _one_of(names: Iterable[str]) -> str:

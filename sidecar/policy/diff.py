@@ -30,7 +30,10 @@ MOST_NAMED = 20
 _PARTS = {"speed": 1000, "weight_percent": 100}
 """Numbers that are counted in parts of one."""
 _ABOUT = frozenset(
-    ("rules", "capacity", "engines", "models", "tiers", "timeouts", "endpoints", "tenants", "keyless", "generation")
+    (
+        *("rules", "capacity", "engines", "models", "aliases", "tiers", "timeouts", "endpoints", "tenants", "keyless"),
+        "generation",
+    )
 )
 """Fields of a policy that are described elsewhere."""
 _WHOLE = Aging, StoreAddress, Tenant, TokenCost
@@ -68,6 +71,7 @@ class _Telling:
         yield from self._record("", before, after, but=_ABOUT)
         yield from self._fleet(before.engines, after.engines)
         yield from self._compare_named("model", before.models, after.models)
+        yield from self._compare_named("alias", before.aliases, after.aliases)
         for tiers in zip(before.tiers, after.tiers, strict=False):
             yield from self._record(f"tier {tiers[0].name} ", *tiers, but={"level"})
         yield from self._compare_named("endpoint", before.endpoints, after.endpoints)

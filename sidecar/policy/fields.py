@@ -55,6 +55,8 @@ _URL_PATH = re.compile(r"/[!-~]*")
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # no #, / or colon: it goes into ids, paths and labels
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,199}")  # no braces: it goes into a Redis hash tag
+_ENGINE_MODEL = re.compile(r"[!-~]{1,200}")
+_MODEL_PATTERN = re.compile(r"[A-Za-z0-9._/:@+*-]{1,200}")
 _HOST = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?"
 _SERVICE = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
 _SRV = re.compile(rf"_[A-Za-z0-9-]{{1,62}}\._(tcp|udp)\.{_HOST}", re.ASCII)
@@ -162,6 +164,15 @@ _model_name = _match(
     "write up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -, a letter or a digit first",
     like="llama-70b",
 )
+_engine_model = _match(
+    "an engine's name of a model", _ENGINE_MODEL, "write up to 200 visible ASCII characters", like="llama-70b"
+)
+_model_pattern = _match(
+    "a model's name or a pattern of names",
+    _MODEL_PATTERN,
+    "write up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -, and * for any characters",
+    like="llama-70b",
+)
 _service_tier = _match(
     "a value of service_tier", _MEMBER_NAME, "write letters, digits, _ and -, such as priority", like="priority"
 )
@@ -253,6 +264,10 @@ def distinct(values: tuple[V, ...]) -> tuple[V, ...]:
         name = twice.decode() if isinstance(twice, bytes) else str(getattr(twice, "value", twice))
         raise ValueError(f"{printable(name)} is listed twice; keep its first place")
     return values
+
+
+def _unless_all(patterns: tuple[str, ...]) -> tuple[str, ...] | None:
+    return patterns if all(pattern.strip("*") for pattern in patterns) else None
 
 
 def _header(value: object) -> bytes:
@@ -493,6 +508,7 @@ TenantName = Annotated[str, Reads(_tenant, schema("A name.", pattern=f"^{_TENANT
 PoolName = Annotated[str, Reads(_pool, schema("A name.", pattern=f"^{_POOL_NAME.pattern}$"))]
 EngineName = Annotated[str, Reads(engine_name, schema("A name.", pattern=f"^{_ENGINE_NAME.pattern}$"))]
 ModelName = Annotated[str, Reads(_model_name, schema("A model's name.", pattern=f"^{_MODEL_NAME.pattern}$"))]
+EngineModel = Annotated[str, Reads(_engine_model, schema("An engine's name of a model.", pattern="^[!-~]+$"))]
 UrlPath = Annotated[str, Reads(_url_path, schema("A path on the server.", pattern="^/"))]
 EngineUrl = Annotated[str, Reads(engine_url, schema("An address: http://a:8000.", pattern="^https?://"))]
 Service = Annotated[ServiceName, Reads(_service, schema("A host and its port, or the name of SRV records."))]
@@ -545,3 +561,12 @@ SessionSources = Annotated[
     AfterValidator(distinct),
 ]
 ModelNames = Annotated[tuple[ModelName, ...], listed("[llama, my-lora]", or_empty=True), AfterValidator(distinct)]
+ModelPatterns = Annotated[
+    tuple[
+        Annotated[str, Reads(_model_pattern, schema("A name, or a pattern.", pattern=f"^{_MODEL_PATTERN.pattern}$"))],
+        ...,
+    ],
+    listed('[llama-70b, "qwen*"]'),
+    AfterValidator(distinct),
+    AfterValidator(_unless_all),
+]

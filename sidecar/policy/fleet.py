@@ -266,6 +266,14 @@ class ModelPolicy:
 
 @dataclass(frozen=True, slots=True)
 @declared
+class ModelAlias:
+    """A name that clients send, and no engine knows."""
+
+    model: of.EngineModel = key(..., "The name that the engine gets in its place.", "llama-70b", name="as")
+
+
+@dataclass(frozen=True, slots=True)
+@declared
 class EngineListFile:
     """The engines of a pool, in a file that other programs write. An empty list takes all engines out."""
 

@@ -176,6 +176,27 @@ def _check_engines(models: Mapping[str, object], names: Sequence[str] | None, *,
                 )
 
 
+def alias_mistakes(data: Mapping[str, object]) -> Found:
+    """Aliases of the pool that hide a model, or stand for no name that an engine knows."""
+    aliases, models = data.get("aliases"), data.get("models")
+    if not isinstance(aliases, dict):
+        return
+    known: dict[str, str] = {}
+    for model, body in models.items() if isinstance(models, dict) else ():
+        others = body.get("aliases") if isinstance(body, dict) else None
+        known |= dict.fromkeys([model, *(one for one in others or () if isinstance(one, str))], model)
+    for alias, body in aliases.items():
+        name, path = body.get("as") if isinstance(body, dict) else None, ("aliases", alias)
+        if alias in known:
+            yield path, f"the engines of {printable(known[alias])} know this name itself; remove one of the two"
+        if not isinstance(name, str):
+            continue
+        if name in aliases:
+            yield (*path, "as"), f"{quoted(name)} is an alias itself; write the name that the engine knows"
+        elif known and name not in known:
+            yield (*path, "as"), unknown("model", name, list(known))
+
+
 def _check_names(models: Mapping[str, object]) -> Found:
     """No name stands for two models."""
     seen = {name: name for name in models}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from itertools import chain
 
 from sidecar.durations import policy_duration
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.fleet import Discovery, EngineAddress, FleetPolicy
 from sidecar.policy.model import Policy
-from sidecar.policy.problems import Found, Path, printable
+from sidecar.policy.problems import Found, Path, printable, quoted, suggestion
 
 FAR_SMALLER = 10
 """An engine so many times smaller than the largest is more often a missing zero than a smaller machine."""
@@ -17,6 +18,9 @@ SLOW_ANSWER_TOKENS_S = 20
 """Output tokens a second that one answer gets from a busy engine: a slow one, faster than people read."""
 SLOWEST_EJECTION_S = 60.0
 """An engine that hangs for longer than this before it is taken out has as many requests as it can hold."""
+
+
+MODELS_PATH = "/v1/models"
 
 
 def fleet_warnings(policy: Policy) -> Found:
@@ -99,6 +103,24 @@ def _without_an_engine(policy: Policy, fleet: FleetPolicy) -> Found:
                 f"the engine list has no {', '.join(map(printable, missing))}; write the names of the list, or add "
                 "them there",
             )
+
+
+def model_warnings(policy: Policy) -> Found:
+    """Tenants that may use certain models only: names that no model has, and ways around them."""
+    called = list(policy.called_models) if policy.models else []
+    bounded = [tenant for tenant in policy.named.values() if tenant.models is not None]
+    for tenant in bounded:
+        for place, pattern in enumerate(tenant.models or ()):
+            if called and not any(fnmatchcase(name, pattern) for name in called):
+                near = suggestion(pattern, called, "the models are")
+                yield ("tenants", tenant.name, "models", place), f"{quoted(pattern)} matches no model; {near}"
+    if bounded and policy.anonymous is not None:
+        yield (
+            ("anonymous",),
+            f"requests without a key may use every model, also those that tenant {bounded[0].name} may not; write deny",
+        )
+    if bounded and MODELS_PATH in (policy.public or ()):
+        yield ("public",), f"{MODELS_PATH} shows every model to whoever asks without a key; remove it here"
 
 
 def _health(policy: Policy, fleet: FleetPolicy) -> Found:

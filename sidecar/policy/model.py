@@ -113,8 +113,12 @@ class Policy(PoolFile):
 
     @property
     def called_models(self) -> Mapping[str, str]:
-        """The models by the names that clients may call them: their own and their aliases, in the file's order."""
-        return {name: model for model, one in self.models.items() for name in (model, *one.aliases)}
+        """The models by the names that clients may call them: their own and their aliases, in the file's order.
+
+        With one pool for all models these are only the names that no engine knows.
+        """
+        called = {name: model for model, one in self.models.items() for name in (model, *one.aliases)}
+        return called | {alias: called.get(one.model, one.model) for alias, one in self.aliases.items()}
 
     @property
     def has_costs(self) -> bool:

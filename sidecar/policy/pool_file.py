@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import ValidationInfo, field_validator
 
@@ -30,7 +30,7 @@ from sidecar.policy.choices import (
 from sidecar.policy.cost import TokenCost
 from sidecar.policy.declared import ReadAs, declared, key
 from sidecar.policy.endpoint import Cors, Endpoint, EndpointBody, new_endpoints
-from sidecar.policy.fleet import FleetPolicy, ModelPolicy
+from sidecar.policy.fleet import FleetPolicy, ModelAlias, ModelPolicy
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.identity import JwtPolicy
 from sidecar.policy.problems import printable
@@ -38,6 +38,7 @@ from sidecar.policy.rules import PoolRules, pool_rules
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.tier import Aging, Tier, TierBody, Timeouts, ladder
 
+T = TypeVar("T")
 _ENGINES = {"type": "string", "enum": list(ENGINES)}
 DEFAULT_MAX_BODY = "8MiB"
 MAX_CHOICES = 8
@@ -52,8 +53,8 @@ def _unread(is_stored: bool) -> StoredTenants:
     return StoredTenants.UNREAD if is_stored else StoredTenants.NONE
 
 
-def _named_models(models: dict[str, ModelPolicy] | None) -> Mapping[str, ModelPolicy]:
-    return MappingProxyType(models or {})
+def _frozen(named: dict[str, T] | None) -> Mapping[str, T]:
+    return MappingProxyType(named or {})
 
 
 _Tiers = Annotated[
@@ -62,6 +63,7 @@ _Tiers = Annotated[
 _Models = Annotated[
     dict[of.ModelName, Annotated[ModelPolicy, of.DEFAULTS]], of.mapped("{llama-70b: {engines: [a, b]}}")
 ]
+_Aliases = Annotated[dict[of.ModelName, ModelAlias], of.mapped("{gpt-4o: {as: llama-70b}}")]
 _Endpoints = Annotated[dict[of.UrlPath, Annotated[EndpointBody, of.DEFAULTS]], of.mapped("{/v1/chat/completions: {}}")]
 
 
@@ -92,10 +94,15 @@ class PoolFile:
         "Several engines for one pool. Default: one, the proxy's --upstream or the app itself.",
         {"static": [{"name": "a", "url": "http://a:8000"}]},
     )
-    models: Annotated[Mapping[str, ModelPolicy], ReadAs(_Models | None, _named_models)] = key(
+    models: Annotated[Mapping[str, ModelPolicy], ReadAs(_Models | None, _frozen)] = key(
         None,
         "A pool of its own for each model, chosen by the body's `model`. Default: one pool, whatever the model.",
         {"llama-70b": {"engines": ["a", "b"]}},
+    )
+    aliases: Annotated[Mapping[str, ModelAlias], ReadAs(_Aliases | None, _frozen)] = key(
+        None,
+        "Names of models that clients send and no engine knows: each is replaced on the way, and back in the answer.",
+        {"gpt-4o": {"as": "llama-70b"}},
     )
     cost: TokenCost | None = key(
         None,

@@ -42,7 +42,7 @@ def schema_document(kind: Any) -> dict[str, Any]:
     """One file's schema as JSON types. Do not change it."""
     schema = _document(kind, _Schemas, _NOISE | {of.KIND})
     for name, body in NAMED.items():
-        if name in schema["properties"]:
+        if name in schema["properties"] and body in schema["$defs"]:
             schema["properties"][name] |= _map_names(body)
             schema["properties"][name].pop("patternProperties", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, NamedTuple
 
 from pydantic import ValidationInfo, field_validator
@@ -108,6 +109,11 @@ class Tenant:
         is_always_read=True,
     )
     weight: of.PositiveCount = key(1, "Its share against the other tenants of its tier.", 2)
+    models: Annotated[tuple[str, ...] | None, ReadAs(of.ModelPatterns)] = key(
+        ["*"],  # a list that names none is a mistake: it may have been meant as either
+        "The models it may use, by the names that clients send; `*` is any characters. Another is a 404.",
+        ["llama-70b", "qwen*"],
+    )
     limits: Annotated[Limits, OrDefault(NO_LIMITS)] = key(None, "Its own limits. Default: none.")
     downgrade_level: of.OverLimit | None = key(
         None, "Over a limit: `reject` (the default), or {downgrade: TIER}.", name="over_limit"
@@ -132,6 +138,10 @@ class Tenant:
     def has_budgets(self) -> bool:
         """True if an account of it has a budget."""
         return any(account.limits.have_budgets for account in self.accounts)
+
+    def may_use(self, model: str) -> bool:
+        """True if its requests may name this model. Names are compared as they are, also in their case."""
+        return self.models is None or any(fnmatchcase(model, pattern) for pattern in self.models)
 
     @field_validator("max_level")
     @classmethod

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, Api, infer_api
 from sidecar.policy import fields as of
 from sidecar.policy.declared import Context, written_name
-from sidecar.policy.fleet_validate import capacity_mistakes, fleet_mistakes
+from sidecar.policy.fleet_validate import alias_mistakes, capacity_mistakes, fleet_mistakes
 from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import Found, Path, Problem, quoted, suggestion
 from sidecar.policy.schema import keys_at
@@ -48,6 +48,7 @@ def pool_problems(document: Document) -> list[Problem]:
         *_public(document.data or {}),
         *capacity_mistakes(document.data or {}),
         *fleet_mistakes(document.data or {}),
+        *alias_mistakes(document.data or {}),
     ]
     return [document.problem(path, message) for path, message in found]
 
@@ -225,4 +226,4 @@ def flow(value: object) -> str:
         return "{" + ", ".join(f"{name}: {flow(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(flow, value)) + "]"
-    return f'"{value}"' if ":" in str(value) else str(value)
+    return f'"{value}"' if {":", "*"} & set(str(value)) else str(value)

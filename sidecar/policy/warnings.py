@@ -12,7 +12,7 @@ from sidecar.engines import NoPriorityEngine
 from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
 from sidecar.policy.choices import Learn, Order, StoreLoss, TierSource, Unguarded, Unsized
-from sidecar.policy.fleet_warnings import fleet_warnings
+from sidecar.policy.fleet_warnings import fleet_warnings, model_warnings
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import FilePlace, Found, Path, Problem, dotted, suggestion
 from sidecar.policy.rules import MOST_EXCESS, UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
@@ -37,7 +37,7 @@ NOMINAL = 10_000
 
 def warnings(policy: Policy, place: Callable[[Path], FilePlace | None] = lambda _path: None) -> tuple[Problem, ...]:
     """The warnings of `sidecar check` about a valid policy. `place` knows the files' lines: `Loaded.place`."""
-    found = [*_pool(policy), *_pools(policy), *_tenants(policy), *fleet_warnings(policy)]
+    found = [*_pool(policy), *_pools(policy), *_tenants(policy), *fleet_warnings(policy), *model_warnings(policy)]
     return tuple(Problem(dotted(path), message, place(path)) for path, message in found)
 
 

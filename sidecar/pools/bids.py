@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from sidecar.pools.calls import BIDS_SHOWN, Bid, Reply, TierHeld, Withdrawn
 from sidecar.scheduling.best import BestByGain
 from sidecar.scheduling.queue import FairQueue
-from sidecar.scheduling.tickets import Ticket
+from sidecar.scheduling.tickets import LanePlace, Ticket
 
 
 @dataclass
@@ -62,11 +64,16 @@ class Bids:
     ) -> None:
         self.withdrawn: list[Withdrawn] = []
         self.is_paused = False
-        self._tiers = [_Tier(name) for name in tiers]
+        self._tiers = [self._new_tier(name) for name in tiers]
         self._most, self._size_now, self._near = most, size_now, near
         self._bids: dict[str, int] = {}
         self._lined: set[int] = set()
         self._made = self.waiting = 0
+
+    def _new_tier(self, name: str) -> _Tier:
+        tier = _Tier(name)
+        tier.queue.start_after = partial(self._start_after, tier)
+        return tier
 
     def __len__(self) -> int:
         return self.waiting
@@ -117,25 +124,31 @@ class Bids:
         """The ticket of a bid that got an engine; None where it is gone."""
         self.withdrawn = [gone for gone in self.withdrawn if gone.id != bid]
         for tier in self._tiers:
-            if (ticket := tier.shown.pop(bid, None)) is not None:
-                del self._bids[ticket.id]
+            if (ticket := tier.shown.get(bid)) is not None:
+                self._pass_time(tier, bid, ticket)
+                del tier.shown[bid], self._bids[ticket.id]
                 self.waiting -= 1
                 tier.is_known = tier.is_known and bid != tier.last
                 return ticket
         return None
 
-    def charge(self, tier: int, tenant: str, tokens: int, weight: int) -> None:
-        """Growth of a tenant's lease, while others of the tier wait; below 0 what it did not use."""
+    def charge(self, tier: int, tenant: str, tokens: int, weight: int, user: str | None = None) -> None:
+        """Growth of a tenant's lease, while others of the tier wait; of its user's, while others of the tenant do.
+
+        Below 0 what it did not use.
+        """
         held = self._tiers[tier]
         if held.queue or not self._lined.issuperset(held.shown):
-            held.queue.charge(tenant, tokens, weight)
+            held.queue.charge(tenant, tokens, weight, user)
             shown = [it for bid, it in held.shown.items() if it.tenant == tenant and self._is_tagged(bid, it)]
             if shown:
-                first = min(shown, key=lambda it: it.arrival)
+                first = min(shown, key=lambda it: it.lane_place)
                 held.queue.put_behind(tenant)
-                self._shift(held, tenant, first.arrival, tokens / weight)
+                self._shift(held, tenant, first.lane_place, tokens / weight)
                 if tokens < 0:
                     first.start = max(held.queue.virtual, (first.start or 0.0) + tokens / weight)
+            if own := [it.lane_place for it in shown if it.user == user and user is not None]:
+                self._shift_user(held, tenant, user, min(own), tokens)
 
     def has_paid(self, ticket: Ticket) -> bool:
         """True if the tags have its charge still: others waited when it left, and none has let them start afresh."""
@@ -197,7 +210,7 @@ class Bids:
         """Gives up all that wait."""
         self.go_back()
         tickets = [ticket for tier in self._tiers for ticket in tier.queue]
-        self._tiers = [_Tier(tier.name) for tier in self._tiers]
+        self._tiers = [self._new_tier(tier.name) for tier in self._tiers]
         self.waiting = 0
         return tickets
 
@@ -205,9 +218,11 @@ class Bids:
         """The tags as the ledger has them, and beyond them what is shown. Those in line were charged there."""
         lined = self._lined if reply.lined is None else {lined.bid for lined in reply.lined}
         if lined != self._lined:
-            self._lined = lined
             for of in self._tiers:
                 of.is_known = False
+                for bid in lined - self._lined & of.shown.keys():
+                    self._pass_time(of, bid, of.shown[bid])
+            self._lined = lined
         known = {tier.name: tier for tier in self._tiers}
         for held in reply.tiers:
             if (tier := known.get(held.tier)) is not None:
@@ -240,12 +255,38 @@ class Bids:
         """True if it waits in its tenant's queue at the ledger."""
         return bid not in self._lined and not ticket.has_returned
 
-    def _shift(self, tier: _Tier, tenant: str, after: tuple[int, str, int], charge: float) -> None:
+    def _shift(self, tier: _Tier, tenant: str, after: LanePlace, charge: float) -> None:
         """Moves the start tags of what is shown of a tenant after one of them."""
         for bid, ticket in tier.shown.items():
-            if ticket.tenant == tenant and ticket.arrival > after and self._is_tagged(bid, ticket):
+            if ticket.tenant == tenant and ticket.lane_place > after and self._is_tagged(bid, ticket):
                 ticket.start = max(0.0, (ticket.start or 0.0) + charge)
                 tier.is_known = False
+
+    def _shift_user(self, tier: _Tier, tenant: str, user: str | None, after: LanePlace, tokens: int) -> None:
+        """Moves the places of what a user has after one of them."""
+        for bid, ticket in tier.shown.items():
+            is_own = ticket.tenant == tenant and ticket.user == user
+            if is_own and ticket.lane_place > after and self._is_tagged(bid, ticket):
+                ticket.place += tokens
+        tier.queue.charge_user(tenant, user, tokens)
+
+    def _pass_time(self, tier: _Tier, bid: int, ticket: Ticket) -> None:
+        """A bid has left its tenant's queue at the ledger: time passes for the tenant's users."""
+        if ticket.user is not None and self._is_tagged(bid, ticket):
+            shown = [
+                it.place for of, it in tier.shown.items() if it.tenant == ticket.tenant and self._is_tagged(of, it)
+            ]
+            tier.queue.pass_time(ticket.tenant, min(shown))
+
+    def _start_after(self, tier: _Tier, ticket: Ticket) -> float:
+        """The tag of the first bid that comes after a ticket among its tenant's users."""
+        tenant, place = ticket.tenant, ticket.lane_place
+        tags = [
+            it.start or 0.0
+            for bid, it in tier.shown.items()
+            if it.tenant == tenant and it.lane_place > place and self._is_tagged(bid, it)
+        ]
+        return min(tags, default=math.inf)
 
     def _better(self, tier: _Tier, now_us: int) -> Ticket | None:
         """One that earns more than the best that is shown."""
@@ -286,7 +327,7 @@ class Bids:
         if not tier.queue:
             return False
         last, ticket = self._last(tier), tier.queue.next()
-        return last is not None and ticket is not None and _order(ticket) < _order(tier.shown[last])
+        return last is not None and ticket is not None and _comes_before(ticket, tier.shown[last])
 
     def _last(self, tier: _Tier) -> int | None:
         """The bid that is last in fair order, of those that are shown for it and do not stand in line."""
@@ -303,13 +344,18 @@ class Bids:
         if bid not in self._lined:
             tier.queue.give_back(ticket)
             if not ticket.has_returned:
-                self._shift(tier, ticket.tenant, ticket.arrival, -ticket.charged / ticket.weight)
+                self._shift(tier, ticket.tenant, ticket.lane_place, -ticket.charged / ticket.weight)
+            users = tier.queue.users.get(ticket.tenant)
+            if ticket.user is not None and users is not None and not ticket.has_returned:
+                self._shift_user(tier, ticket.tenant, ticket.user, ticket.lane_place, -users.charged(ticket))
         return ticket
 
     def _show(self, tier: _Tier, ticket: Ticket, now_us: int) -> Bid:
         """One that is shown again has another id, so that a grant of its former bid cannot be taken for this one."""
         self._size_now(ticket)
         tier.queue.show(ticket)
+        if ticket.user is not None and not ticket.has_returned:
+            self._shift(tier, ticket.tenant, ticket.lane_place, ticket.tokens / ticket.weight)
         self._made += 1
         self._bids[ticket.id] = self._made
         if not ticket.has_returned:
@@ -333,8 +379,15 @@ class Bids:
             ticket.gain,
             ticket.has_returned,
             start if start is not None and start < tier.queue.virtual else None,
+            ticket.user,
             ticket.cost,
         )
+
+
+def _comes_before(ticket: Ticket, other: Ticket) -> bool:
+    if ticket.user is None or ticket.tenant != other.tenant or ticket.has_returned or other.has_returned:
+        return _order(ticket) < _order(other)
+    return ticket.lane_place < other.lane_place
 
 
 def _order(ticket: Ticket) -> tuple[float, tuple[int, str, int]]:

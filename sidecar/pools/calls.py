@@ -88,6 +88,7 @@ class Bid(msgspec.Struct, array_like=True, frozen=True):
     gain: TicketGain | None = None
     has_returned: bool = False
     hint: float | None = None
+    user: str | None = None
     cost: int | None = None
 
 
@@ -109,6 +110,7 @@ class LeaseGrowth(msgspec.Struct, array_like=True, frozen=True):
     tokens: int
     weight: int
     first_call: int
+    user: str | None = None
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True):

@@ -325,7 +325,8 @@ class Ledger:
         levels = state.levels
         for charge in call.charges:
             if charge.tier in levels and charge.first_call > last_number:
-                state.scheduler.tiers[levels[charge.tier]].queue.charge(charge.tenant, charge.tokens, charge.weight)
+                queue = state.scheduler.tiers[levels[charge.tier]].queue
+                queue.charge(charge.tenant, charge.tokens, charge.weight, charge.user)
         for owed in call.owes:
             if owed.tier in levels and owed.first_call > last_number:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
@@ -376,6 +377,7 @@ class Ledger:
             gain=bid.gain,
             has_returned=bid.has_returned,
             hint=bid.hint,
+            user=bid.user,
             cost=bid.cost,
         )
         member.bids[bid.id] = ticket

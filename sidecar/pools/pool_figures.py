@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from sidecar.errors import RemainingLimits
@@ -31,6 +31,8 @@ from sidecar.pools.store_watch import StoreWatch
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 from sidecar.scheduling.guarded import largest_share
 
+RECENT_US = 600_000_000
+"""Ten minutes: a busy hour says nothing of the next one, and a slow tier admits few requests in less."""
 LONGEST_EXPECTED_S = 3600.0
 """A longer wait is not foreseen: a queue that has hardly moved lately says nothing."""
 
@@ -50,14 +52,11 @@ class ReportedPool:
     _has_names: bool
     _questions: dict[int, asyncio.Future[Judged | None]]
     _ids: count[int]
+    _run: Callable[[], None]
     _offers: Sequence[EngineOffer] = ()
     _paused: str | None = None
     _blocked_us = 0
     _blocked_since_us: int | None = None
-
-    def _run(self) -> None:
-        """Makes the calls to the ledger that are due."""
-        raise NotImplementedError
 
     def retry_after_s(self, tier: int) -> float:
         """Seconds after which a request of this tier may expect to be admitted, by how fast its queue drains."""
@@ -79,8 +78,9 @@ class ReportedPool:
         return QueueStanding(ahead, wait_s if wait_s <= LONGEST_EXPECTED_S else None)
 
     def longest_wait_us(self, tier: int) -> int:
-        """The longest wait of a tier's requests that this process admitted in the last minutes; 0 where none waited."""
-        return self._requests.longest_wait_us(tier, self.now_us())
+        """The longest wait of the requests of a tier that this process admitted lately; 0 where none waited."""
+        since_us = self.now_us() - RECENT_US
+        return max((wait_us for at_us, wait_us in self._requests.recent[tier] if at_us >= since_us), default=0)
 
     def tenant_use(self, tenant: str) -> TenantUse:
         """Present use by a tenant's requests of this process. Costs as much as this process has requests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -19,9 +20,15 @@ from sidecar.pools.waits import NONE_AHEAD, Waits
 from sidecar.scheduling.tickets import ScheduledLease as Held
 from sidecar.scheduling.tickets import Ticket
 
+RECENT = 64
+"""Requests of a tier whose waits say how long one takes there: a batch of an engine, and more."""
+
 
 class PoolRequests:
-    """Of a pool with tiers of these names. Some that are neither held nor in `waiting` are just entering."""
+    """Of a pool with tiers of these names. Some that are neither held nor in `waiting` are just entering.
+
+    `recent` has of each tier when the latest that waited were admitted, and after how long a wait in that tier.
+    """
 
     def __init__(self, sizes: SizeLimits, names: Sequence[str]) -> None:
         self.places = QueuePlaces(sizes, len(names))
@@ -31,6 +38,7 @@ class PoolRequests:
         self._waits = Waits(names)
         self._tenants = [TenantPlaces() for _ in names]
         self._queued_tokens = [0] * len(names)
+        self.recent = [deque[tuple[int, int]](maxlen=RECENT) for _ in names]
 
     def __getitem__(self, ticket: Ticket) -> Lease:
         return self._all[ticket.number]
@@ -87,6 +95,8 @@ class PoolRequests:
         if lease.is_entering and lease.is_prompt and now_us < lease.since_us + ANSWER_WITHIN_US:
             self._waits.has_not_waited(lease, now_us)
         grant = self._waits.so_far(lease, level, now_us, passed)
+        if grant.queue_wait_us:
+            self.recent[lease.tier].append((now_us, min(grant.queue_wait_us, now_us - lease.rose_us)))
         self.stops_waiting(lease)
         self._waits.admitted(lease, now_us)
         self.places.drain_rates[lease.tier].admitted(now_us)
@@ -106,8 +116,8 @@ class PoolRequests:
 
     def rises(self, lease: Lease, ask: Ask, now_us: int) -> None:
         """A waiting request leaves its place for one in the queue of the tier of `ask`. It waits on as before."""
-        has_returned, ticket = lease.ticket.has_returned, new_ticket(ask, lease.id, lease.entered_us)
-        ticket.has_returned = has_returned  # its tenant is not charged again
+        ticket = new_ticket(ask, lease.id, lease.entered_us)
+        ticket.has_returned = lease.ticket.has_returned  # then its tenant is not charged again
         self.stops_waiting(lease)
         self._waits.leaves_tier(lease)
         self.places.keep_promise(ask)
@@ -167,10 +177,6 @@ class PoolRequests:
     def queued(self, tier: int) -> int:
         """How many of a tier wait."""
         return self._waits.queued(tier)
-
-    def longest_wait_us(self, tier: int, now_us: int) -> int:
-        """The longest wait of a tier's requests that were admitted lately."""
-        return self._waits.longest_us(tier, now_us)
 
     def queues(self) -> Sequence[tuple[int, int]]:
         """The tokens and the number of those that wait, by tier."""

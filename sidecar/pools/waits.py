@@ -16,30 +16,6 @@ from sidecar.pools.base import Grant, Lease
 from sidecar.pools.elsewhere import ServedElsewhere
 
 NONE_AHEAD: Mapping[str, Any] = {}
-RECENT_US = 300_000_000
-"""Five minutes: a busy hour says nothing of the next one, and a slow tier admits few requests in less."""
-
-
-class RecentWaits:
-    """The longest wait of the requests of one tier that were admitted in the last `RECENT_US`, up to twice as long."""
-
-    def __init__(self) -> None:
-        self._began_us = self._longest_us = self._before_us = 0
-
-    def ended(self, wait_us: int, now_us: int) -> None:
-        """A request was admitted after so long."""
-        self._longest_us = max(wait_us, self._at(now_us))
-
-    def longest_us(self, now_us: int) -> int:
-        """The longest of them, 0 where none waited."""
-        return max(self._at(now_us), self._before_us)
-
-    def _at(self, now_us: int) -> int:
-        """The longest of the present period."""
-        if (periods := (now_us - self._began_us) // RECENT_US) > 0:
-            self._before_us, self._longest_us = self._longest_us if periods == 1 else 0, 0
-            self._began_us += periods * RECENT_US
-        return self._longest_us
 
 
 class Waits:
@@ -53,7 +29,6 @@ class Waits:
         # Not overtaken: those that came, by number, and the few that came back or to another tier.
         self._ahead, self._ahead_again = OrderedDict[int, Lease](), dict[int, Lease]()
         self.new = dict[int, Lease]()  # those that came since the call was made whose reply was the last
-        self._recent = [RecentWaits() for _ in names]
 
     def came(self, lease: Lease) -> None:
         """A request. It waits from `begins` on, if it is not admitted at once."""
@@ -83,15 +58,9 @@ class Waits:
         """A waiting request is about to wait in another tier. It is as overtaken as it was."""
         del self._waiting[lease.tier][lease.id]
 
-    def longest_us(self, tier: int, now_us: int) -> int:
-        """The longest wait of a tier's requests that were admitted lately."""
-        return self._recent[tier].longest_us(now_us)
-
     def admitted(self, lease: Lease, now_us: int) -> None:
         """A request enters an engine."""
         self.ended(lease)
-        if lease.since_us < now_us:
-            self._recent[lease.tier].ended(now_us - max(lease.since_us, lease.rose_us), now_us)
         self._is_admitted(lease, now_us)
 
     def _is_admitted(self, lease: Lease, now_us: int) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 
-from sidecar.scheduling.tickets import Ticket
+from sidecar.scheduling.tickets import LanePlace, Ticket
+from sidecar.scheduling.user_turns import UserTurns, by_place
 
 
 class FairQueue:
@@ -20,6 +22,8 @@ class FairQueue:
     def __init__(self, by_gain: bool = False) -> None:
         self.by_gain = by_gain
         self.are_more: Callable[[], bool] = _are_none
+        self.start_after: Callable[[Ticket], float] = _after_none
+        """The tag of the first of those that wait elsewhere and come after a ticket among its tenant's users."""
         self.runs_out = False
         """Whether the next may be one of those that wait elsewhere, since that was looked at last."""
         self.virtual = 0.0
@@ -29,6 +33,7 @@ class FairQueue:
         self.largest = 1
         """The most that a ticket was charged for since the queue was empty."""
         self._lanes: dict[str, list[Ticket]] = {}
+        self.users: dict[str, UserTurns] = {}  # of the tenants whose users take turns, whose lanes they fill
         self._returned: set[Ticket] = set()
         self._count = 0
         # A heap of first tickets; entries that are not true any more are dropped when they come up.
@@ -46,13 +51,15 @@ class FairQueue:
     def __contains__(self, ticket: Ticket) -> bool:
         if ticket.has_returned:
             return ticket in self._returned
+        if ticket.user is not None:
+            return (users := self.users.get(ticket.tenant)) is not None and ticket in users
         lane = self._lanes.get(ticket.tenant, ())
-        at = bisect_left(lane, ticket.arrival, key=_arrival)
+        at = bisect_left(lane, ticket.lane_place, key=by_place)
         return at < len(lane) and lane[at] is ticket
 
     def __iter__(self) -> Iterator[Ticket]:
-        for lane in self._lanes.values():
-            yield from lane
+        for tenant in self._lanes:
+            yield from self._in_lane(tenant)
         yield from self._returned
 
     def add(self, ticket: Ticket) -> None:
@@ -65,8 +72,10 @@ class FairQueue:
             ticket.start = self.virtual if first is None or first.start is None else min(self.virtual, first.start)
             self._returned.add(ticket)
             self._push(ticket)
+        elif ticket.user is None:
+            insort(self._lanes.setdefault(ticket.tenant, []), ticket, key=by_place)
         else:
-            insort(self._lanes.setdefault(ticket.tenant, []), ticket, key=_arrival)
+            self._users_of(ticket.tenant).add(ticket)
         self._tag(ticket.tenant)
 
     def remove(self, ticket: Ticket) -> None:
@@ -79,6 +88,9 @@ class FairQueue:
         is_next = not self.by_gain or (self.next() is ticket and self._best[1] is not ticket)
         if not self.by_gain:
             self.virtual = max(self.virtual, ticket.start or 0.0)
+        if ticket.user is not None and not ticket.has_returned:
+            first = self._lanes[ticket.tenant][0]
+            self.users[ticket.tenant].pass_time(first.place - first.charged * self.by_gain)
         self._charge_for(ticket)
         self._take_out(ticket)
         self._tag(ticket.tenant)
@@ -92,7 +104,8 @@ class FairQueue:
     def start_afresh(self, virtual: float) -> None:
         """None of the tier waits: all tags begin at a virtual time beyond every one of them."""
         self.virtual, self.largest = virtual, 1
-        if self.finish or self._order or self._tops:
+        if self.finish or self._order or self._tops or self.users:
+            self.users.clear()
             self.finish.clear()
             self._order.clear()
             self._tops.clear()
@@ -116,22 +129,42 @@ class FairQueue:
         """A bid waits here again, at its place."""
         if not ticket.has_returned and (lane := self._lanes.get(ticket.tenant)):
             first = lane[0]
-            if first.arrival > ticket.arrival:
+            if first.arrival > ticket.arrival if ticket.user is None else self.users[ticket.tenant].is_next(ticket):
                 first.start = None
             else:
                 ticket.start, first.start = None, min(first.start or 0.0, self.finish.get(ticket.tenant, 0.0))
                 self._push(first)
         self.add(ticket)
 
-    def charge(self, tenant: str, tokens: int, weight: int) -> None:
-        """Growth of a tenant's lease, while others of the tier wait. Below 0: what it did not use is given back."""
+    def charge(self, tenant: str, tokens: int, weight: int, user: str | None = None) -> None:
+        """Growth of a tenant's lease, while others of the tier wait; of its user's, while others of the tenant do.
+
+        Below 0: what it did not use is given back, but never beyond the virtual time.
+        """
         if self._count or self.are_more():
             self._changes += 1
             finish = max(self.virtual, self.finish.get(tenant, 0.0)) + tokens / weight
             self.finish[tenant] = max(self.virtual, finish)
-            if tokens < 0 and (lane := self._lanes.get(tenant)) and (start := lane[0].start) is not None:
-                lane[0].start = max(self.virtual, start + tokens / weight)
-                self._push(lane[0])
+        if user is not None and tenant in self._lanes and (users := self.users.get(tenant)) is not None:
+            users.grow(user, tokens)
+        if tokens < 0 and (lane := self._lanes.get(tenant)):
+            self._tag_first(tenant)
+            first = lane[0]
+            first.start = max(self.virtual, (first.start or 0.0) + tokens / weight)
+            self._push(first)
+
+    def charge_user(self, tenant: str, user: str | None, tokens: int) -> None:
+        """Charges a user before its next ticket, which is not the first of those that wait."""
+        if (users := self.users.get(tenant)) is not None:
+            users.grow(user, tokens)
+            users.place_again(user)
+            self._tag_first(tenant)
+
+    def pass_time(self, tenant: str, place: int) -> None:
+        """The users of a tenant take turns elsewhere, too: one at that place has left."""
+        if (users := self.users.get(tenant)) is not None:
+            users.pass_time(place)
+            self._forget_users(tenant)
 
     def put_behind(self, tenant: str) -> None:
         """Puts a tenant's charge before its next ticket, which is not the first of those that wait."""
@@ -159,13 +192,13 @@ class FairQueue:
 
     def first_of_each_owner(self) -> list[Ticket]:
         """In fair order, wherever they are in their tenants' queues."""
-        found: dict[str, tuple[float, tuple[int, str, int], Ticket]] = {}
-        of_start = [(lane[0].start or 0.0, lane) for lane in self._lanes.values()]
+        found: dict[str, tuple[float, LanePlace, Ticket]] = {}
+        of_start = [(lane[0].start or 0.0, self._in_lane(tenant)) for tenant, lane in self._lanes.items()]
         for start, tickets in [*of_start, *((ticket.start or 0.0, [ticket]) for ticket in self._returned)]:
             for ticket in tickets:
                 known = found.get(ticket.owner)
-                if known is None or (start, ticket.arrival) < known[:2]:
-                    found[ticket.owner] = start, ticket.arrival, ticket
+                if known is None or (start, ticket.lane_place) < known[:2]:
+                    found[ticket.owner] = start, ticket.lane_place, ticket
         return [ticket for _, _, ticket in sorted(found.values(), key=lambda it: it[:2])]
 
     def best(self, now_us: int) -> Ticket | None:
@@ -189,12 +222,14 @@ class FairQueue:
         return {t: finish for t in sorted(tenants) if (finish := self.finish.get(t, 0.0)) > self.virtual}
 
     def is_ahead(self, ticket: Ticket, uncharged: float = 0.0) -> bool:
-        """Rule 9: whether the tenant had so much more than its part that it comes after all others.
+        """Rule 9: whether the tenant, or its user, had so much more than its part that it comes after all others.
 
         `uncharged`: what its tag has of bids that wait still.
         """
-        ahead = self.finish.get(ticket.tenant, 0.0) - uncharged - self.virtual
-        return not ticket.has_returned and ahead * ticket.weight > 2 * self.largest
+        ahead = (self.finish.get(ticket.tenant, 0.0) - uncharged - self.virtual) * ticket.weight
+        if ticket.user is not None and (users := self.users.get(ticket.tenant)) is not None:
+            ahead = max(ahead, users.ahead(ticket.user))
+        return not ticket.has_returned and ahead > 2 * self.largest
 
     def _charge_for(self, ticket: Ticket) -> None:
         if ticket.has_returned:
@@ -208,6 +243,8 @@ class FairQueue:
         if first is not ticket and (first.start is None or first.start < finish):
             first.start = finish
             self._push(first)
+        if ticket.user is not None:
+            self.users[ticket.tenant].charge(ticket)
 
     def _is_first(self, ticket: Ticket) -> bool:
         if ticket.has_returned:
@@ -230,9 +267,27 @@ class FairQueue:
             self._returned.remove(ticket)
             return
         lane = self._lanes[ticket.tenant]
-        del lane[bisect_left(lane, ticket.arrival, key=_arrival)]
+        if ticket.user is None:
+            del lane[bisect_left(lane, ticket.lane_place, key=by_place)]
+        else:
+            self.users[ticket.tenant].remove(ticket)
         if not lane:
             del self._lanes[ticket.tenant]
+            self._forget_users(ticket.tenant)
+
+    def _forget_users(self, tenant: str) -> None:
+        if (users := self.users.get(tenant)) is not None and users.is_at_rest():
+            del self.users[tenant]
+
+    def _users_of(self, tenant: str) -> UserTurns:
+        users = self.users.setdefault(tenant, UserTurns())
+        users.lane = self._lanes.setdefault(tenant, users.lane)
+        return users
+
+    def _in_lane(self, tenant: str) -> Iterator[Ticket]:
+        yield from self._lanes.get(tenant, ())
+        if (users := self.users.get(tenant)) is not None:
+            yield from users.others()
 
     def _tag(self, tenant: str) -> None:
         """Gives the first of a tenant its start tag; lets all tags start afresh where none waits."""
@@ -248,11 +303,16 @@ class FairQueue:
         if not lane:
             self._tops.pop(tenant, None)
             return
-        first = lane[0]
+        first, before = lane[0], self._tops.get(tenant)
+        if first.user is not None and before is not None and before is not first and before in self:
+            # Its user's turn is before that of the one that was first, whose tag it gets.
+            first.start, before.start = before.start if first.start is None else first.start, None
         if first.start is None:
             virtual = self.virtual if first.hint is None else first.hint
             first.start = max(virtual, self.finish.get(tenant, 0.0))
-        if self._tops.get(tenant) is not first:
+        if before is not first:
+            if first.user is not None:
+                first.start = min(first.start, self.start_after(first))
             self._tops[tenant] = first
             self._push(first)
 
@@ -261,5 +321,5 @@ def _are_none() -> bool:
     return False
 
 
-def _arrival(ticket: Ticket) -> tuple[int, str, int]:
-    return ticket.arrival
+def _after_none(_: Ticket) -> float:
+    return math.inf

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import msgspec
 
 from sidecar.scheduling.amounts import NOTHING, Amount
+
+Arrival: TypeAlias = tuple[int, str, int]
+LanePlace: TypeAlias = tuple[int, int, str, int]
 
 MOST_OF_GAIN = 2**43
 """A thousand times that can be computed with doubles."""
@@ -50,8 +54,10 @@ class Ticket(msgspec.Struct, eq=False):
 
     `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: names of engines that refused it.
     `arrived_us`: when it first came, also if it came back. `hint`: its start tag where it waited
-    at its owner while the virtual time went on. `cost`: what its tenant is charged for in place of its tokens.
-    `afresh`: how often its tier's tags had started afresh when its owner first showed it.
+    at its owner while the virtual time went on. `user`: of its tenant; None where the tenant's users take no turns.
+    `place`: where it comes among its tenant's users, 0 for all of a tenant whose users take no turns. `cost`: what its
+    tenant is charged for in place of its tokens. `afresh`: how often its tier's tags had started afresh when its owner
+    first showed it.
     """
 
     id: str
@@ -69,10 +75,12 @@ class Ticket(msgspec.Struct, eq=False):
     gain: TicketGain | None = None
     has_returned: bool = False
     hint: float | None = None
+    user: str | None = None
     cost: int | None = None
     afresh: int = -2
 
     start: float | None = None
+    place: int = 0
     engine: str | None = None
     is_in_line: bool = False
     in_line_since_us: int = 0
@@ -84,9 +92,14 @@ class Ticket(msgspec.Struct, eq=False):
     is_in_floor: bool = False
 
     @property
-    def arrival(self) -> tuple[int, str, int]:
+    def arrival(self) -> Arrival:
         """Compares tickets by arrival, then by the order of submission."""
         return self.arrived_us, self.owner, self.number
+
+    @property
+    def lane_place(self) -> LanePlace:
+        """Compares the tickets of a tenant: those of its users by their turns, all others by arrival."""
+        return self.place, self.arrived_us, self.owner, self.number
 
     @property
     def charged(self) -> int:

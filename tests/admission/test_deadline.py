@@ -5,25 +5,43 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta, timezone
+from types import ModuleType
+from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sidecar.admission.deadline import asked_deadline_us
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.turn import Turn, TurnEnded, TurnUser
 from sidecar.errors import AdmissionError, InvalidHeader
+from sidecar.events import Risen
+from sidecar.explain.builder import ExplanationBuilder
+from sidecar.explain.steps import steps
 from sidecar.leases.lease_request import LeaseRequest
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
-from sidecar.pools.waits import RECENT_US
+from sidecar.pools.pool_figures import RECENT_US
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.logs.request_log import AccessLog, RequestLog
+from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.each import each
-from tests.support.middleware import policy
+from tests.support.middleware import SMALL, App, Caller, Guarded, TestedMiddleware, answer, guarding, key, policy
 from tests.support.virtual_time import run_virtually, virtual_now_us
+from tests.telemetry.measuring import Measuring
 
+pytestmark = pytest.mark.anyio
 BATCH, NORMAL, HIGH, CRITICAL = 3, 2, 1, 0
+TIERS = ("critical", "high", "normal", "batch")
 KEYS = {"requests": "1", "max_wait": "24h", "deadline": ", max_wait: 10m, max_deadline: 24h"}
 DEFERRED = policy(**KEYS)
 HOUR_S = 3600
@@ -303,3 +321,166 @@ async def test_one_that_waits_again_still_has_its_deadline_and_is_not_charged_tw
         # Fourteen hours remained: half of them, and then half of the rest.
         assert deferred.rises == [(9 * HOUR_S, NORMAL), (12.5 * HOUR_S, HIGH), (14.25 * HOUR_S, CRITICAL)]
         assert deferred.turn.lease.ticket.has_returned
+
+
+# -- seen from outside, in virtual time
+
+
+class Engine:
+    """Answers after 150 seconds."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await asyncio.sleep(150)
+        await answer(send, b"{}")
+
+
+@virtually
+async def test_everything_that_listens_says_that_it_rose_and_no_figure_of_a_tiers_waits_counts_it() -> None:
+    journal, measuring, exporter = Journal(now_us=virtual_now_us), Measuring(), InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    logger = logging.Logger("test")  # no other test's handlers
+    lines = list[logging.LogRecord]()
+    logger.handle = lines.append  # type: ignore[method-assign]
+    tracer = RequestTracer(provider, starvation_limits_s=dict.fromkeys(TIERS, 1.0))
+    listeners = [journal, measuring.requests(), RequestLog(logger, access=AccessLog.ALL)]
+    pool = Pool(DEFERRED, virtual_now_us)
+    sidecar = TestedMiddleware(
+        Engine(), policy=DEFERRED, pool=pool, dialect=DEFERRED.engine(None), estimator=Estimator(),
+        observer=EventDispatcher(tracer, listeners),
+    )  # fmt: skip
+    holder, other = Caller(sidecar, SMALL).begin(), Caller(sidecar, SMALL).begin()
+    await asyncio.sleep(0)
+    headers = [(b"authorization", b"Bearer sk-acme"), (b"x-priority", b"batch"), (b"x-request-id", b"it")]
+    deferred = Caller(sidecar, SMALL, headers=[*headers, (b"x-admission-deadline", b"500s")])
+    asked = deferred.begin()
+    await asyncio.sleep(140)
+    assert [wait is None for wait in pool.oldest()] == [True, True, False, True]
+    await holder
+    await asyncio.sleep(120)  # the second runs until 300
+    assert [wait is None for wait in pool.oldest()] == [True] * 4
+    await asyncio.gather(asked, other)
+    await pool.close()
+
+    answered = dict(deferred.sent[0]["headers"])
+    assert [answered[b"x-admission-" + name] for name in (b"tier", b"risen-from", b"wait-ms")] == [
+        b"normal", b"batch", b"300000",
+    ]  # fmt: skip
+    story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("it")
+    assert story is not None
+    assert story.asked is not None
+    assert (story.asked.tier, story.asked.risen_from) == ("normal", "batch")
+    assert "it rose from batch, as its deadline came near" in " ".join(step.text for step in steps(story))
+    (span,) = (
+        span.attributes for span in exporter.get_finished_spans()
+        if span.name == "admission" and span.attributes and "admission.risen_from" in span.attributes
+    )  # fmt: skip
+    assert (span["admission.tier"], span["admission.risen_from"]) == ("normal", "batch")
+    assert "admission.starved_too_long" not in span
+    (line,) = (line for line in lines if getattr(line, "risen_from", None) is not None)
+    assert (line.tier, line.risen_from) == ("normal", "batch")  # type: ignore[attr-defined]
+    assert measuring.values("admission.risen") == {("default", "normal"): 1}
+    assert measuring.values("admission.admitted")["default", "normal"] == 3
+    assert measuring.sums("admission.queue_wait")["admitted", "default", "normal"] == (2, 150.0)
+
+
+# -- over HTTP
+
+
+PRIORITY = ("x-priority: batch", key("acme"))
+CHAT_ANSWER = {
+    "id": "1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "hello"}}],
+}
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+def deferred(deadline: str) -> dict[str, str]:
+    return {"x-priority": "batch", "x-admission-deadline": deadline}
+
+
+def openai_client(openai: ModuleType, guarded: Guarded) -> Any:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{guarded.port}/v1", api_key="sk-acme")
+
+
+async def test_an_openai_client_waits_until_its_deadline_and_gets_a_504_that_it_does_not_repeat(
+    openai: ModuleType,
+) -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy("keep_alive: 20ms\n", **KEYS)) as guarded, openai_client(openai, guarded) as client:
+        holder = asyncio.ensure_future(guarded.ask())
+        await guarded.until(leases=1)
+        create = client.chat.completions.create
+        with pytest.raises(openai.InternalServerError) as whole:
+            await create(model="m", messages=MESSAGES, extra_headers=deferred("2s"))
+        assert (whole.value.status_code, whole.value.code) == (504, "deadline")
+        assert "no room came free for tier high before the deadline of the request" in whole.value.message
+        stream = await create(model="m", messages=MESSAGES, extra_headers=deferred("300ms"), stream=True)
+        with pytest.raises(openai.APIError) as streamed:
+            _ = [event async for event in stream]
+        assert streamed.value.code == "deadline"
+        with pytest.raises(openai.InternalServerError) as late:
+            await create(model="m", messages=MESSAGES, extra_headers=deferred("2026-01-31T06:00:00Z"))
+        assert (late.value.status_code, late.value.code) == (504, "deadline")
+        app.release()
+        await holder
+    stories = guarded.recorder.stories
+    assert len(stories) == 4  # none was repeated
+    assert [event.tier for event in stories[1].events if isinstance(event, Risen)] == ["normal", "high"]
+
+
+async def test_an_openai_client_that_is_deferred_gets_its_answer_whole_or_streamed(openai: ModuleType) -> None:
+    app = App(is_held=True, answer=json.dumps(CHAT_ANSWER).encode())
+    async with guarding(app, policy("keep_alive: 20ms\n", **KEYS)) as guarded, openai_client(openai, guarded) as client:
+        for streams in (False, True):
+            holder = asyncio.ensure_future(guarded.ask())
+            await guarded.until(leases=1)
+            create, headers = client.chat.completions.with_raw_response.create, deferred("9999-12-31T23:59:59Z")
+            asked = asyncio.ensure_future(create(model="m", messages=MESSAGES, extra_headers=headers, stream=streams))
+            await guarded.until(waiting=1)
+            app.release(2)
+            answer = await asked
+            await holder
+            assert answer.headers["x-admission-tier"] == "batch"
+            assert answer.headers["x-admission-ignored"] == "x-admission-deadline"  # that of the tier is earlier
+            assert "x-admission-risen-from" not in answer.headers
+            if streams:
+                _ = [event async for event in answer.parse()]
+            else:
+                assert answer.parse().choices[0].message.content == "hello"
+
+
+@pytest.mark.long
+async def test_an_anthropic_client_defers_alike(anthropic: ModuleType) -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy(**KEYS)) as guarded:
+        holder = asyncio.ensure_future(guarded.ask())
+        await guarded.until(leases=1)
+        async with anthropic.AsyncAnthropic(
+            base_url=f"http://127.0.0.1:{guarded.port}", api_key="sk-nightly"
+        ) as client:
+            with pytest.raises(anthropic.APIStatusError) as late:
+                await client.messages.create(
+                    model="m", messages=MESSAGES, max_tokens=5, extra_headers={"x-admission-deadline": "100ms"}
+                )
+        assert (late.value.status_code, late.value.body["error"]["code"]) == (504, "deadline")  # type: ignore[index]
+        app.release()
+        await holder
+    assert guarded.recorder.ends == ["completed", "deadline"]
+
+
+async def test_a_header_that_says_two_things_or_a_tier_that_takes_none_is_a_400() -> None:
+    async with guarding(App(), DEFERRED) as guarded:
+        twice = "x-admission-deadline: 6h\r\nx-admission-deadline: 7h"
+        assert (await guarded.ask(None, *PRIORITY, twice)).is_error(400, "invalid_header", "given twice")
+        none = await guarded.ask(None, "x-admission-deadline: 6h")
+        assert none.is_error(400, "invalid_header", "tier normal takes no request with a deadline; ", "do: batch")
+        assert (await guarded.ask(None, *PRIORITY, "x-admission-deadline: soon")).is_error(400, "invalid_header")
+        assert (await guarded.ask(None, *PRIORITY, "x-admission-deadline: 6h")).status == 200
+    async with guarding(App()) as guarded:
+        none = await guarded.ask(None, *PRIORITY, "x-admission-deadline: 6h")
+        assert none.is_error(400, "invalid_header", "those with `queue: {max_deadline: ...}` do: none here")

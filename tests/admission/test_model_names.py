@@ -10,9 +10,9 @@ from types import MappingProxyType
 import msgspec
 import pytest
 
+from sidecar.admission.model_names import MOST_NAMED, ModelNames
 from sidecar.apis import Api
 from sidecar.errors import InvalidBody, ModelNotFound
-from sidecar.fleet.model_names import MOST_NAMED, ModelNames
 from sidecar.payload.decode import decode
 from sidecar.policy.fleet import ModelPolicy
 from tests.support.middleware import policy

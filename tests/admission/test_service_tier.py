@@ -17,7 +17,7 @@ from sidecar.apis import Api
 from sidecar.cli import main
 from sidecar.composition.serving import new_proxy
 from sidecar.engines import ENGINES
-from sidecar.identity.service_tiers import granted_name
+from sidecar.identity.service_tiers import ServiceTiers
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.server.http_protocol import BoundedHttpProtocol
@@ -256,7 +256,7 @@ async def test_a_downgraded_request_says_what_it_is_charged_as() -> None:
 )
 def test_a_granted_tier_has_a_name_of_its_api(api: Api, level: int, asked: str, name: str) -> None:
     tiers = (("priority", 1), ("fast", 1), ("auto", 2), ("standard_only", 2), ("default", 2), ("flex", 4), ("batch", 4))
-    assert granted_name(tiers, api, level, json.dumps(asked).encode()) == name
+    assert ServiceTiers(tiers).granted_name(api, level, json.dumps(asked).encode()) == name
 
 
 # On the way back
@@ -284,6 +284,8 @@ async def test_what_is_no_answer_of_the_api_passes_as_it_is() -> None:
     async with guarding(App(answer=b'{"choices":[]}'), tiered()) as guarded:
         answer = await guarded.ask({"prompt": "hi", "service_tier": "flex"}, key("acme"), path="/v1/completions")
         assert answer.body == b'{"choices":[]}'  # the API has no such member
+        unasked = await guarded.ask(chat(service_tier=None), key("acme"))
+        assert unasked.body == answer.body
         refused = await guarded.ask(chat(service_tier="flex", messages=[]), key("acme"))
         assert refused.is_error(400, "invalid_body")
 
@@ -303,6 +305,14 @@ async def test_an_answer_that_breaks_off_is_not_shown_as_a_whole_one() -> None:
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"choices" not in answer
     assert not answer.endswith(b"0\r\n\r\n")
+
+
+async def test_a_renamed_model_and_the_tier_are_said_in_one_answer() -> None:
+    app = App(answer=b'{"id": "1", "model": "llama", "choices": [], "service_tier": null}')
+    async with guarding(app, tiered("aliases: {gpt: {as: llama}}\n")) as guarded:
+        answer = await guarded.ask(chat(model="gpt", service_tier="flex"), key("acme"))
+    assert answer.body == b'{"id":"1","model":"gpt","choices":[],"service_tier":"flex"}'
+    assert app.seen[0].json == chat(model="llama")
 
 
 async def test_observed_requests_and_answers_pass_unchanged() -> None:

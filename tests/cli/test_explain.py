@@ -48,6 +48,25 @@ def explained(policy: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(target.read_text())
 
 
+def test_a_deadline_is_explained_with_the_tier_to_which_it_rises(
+    policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (policy / "policy.yaml").write_text(POOL.replace("max_wait: 30m", "max_wait: 30m, max_deadline: 24h"))
+    header = ["--path", "/v1/chat/completions", "--header"]
+    code, found = explained(policy, *header, "X-Admission-Deadline: 6h", "--key", KEY)
+    assert (code, found["longest_wait_s"]) == (0, None)
+    assert found["deadline"] == {"wait_s": 6 * 3600, "rises_to": "normal"}
+    assert main(["explain", str(policy), *header, "x-admission-deadline: 48h", "--key", KEY]) == 0
+    printed = capsys.readouterr().out
+    assert "by its deadline it waits 24h at most; then 504 deadline" in printed
+    assert "as that comes near it rises, to normal at most" in printed
+    assert "ignored: x-admission-deadline" in printed
+    code, found = explained(policy, *header, "x-admission-deadline: 2026-01-31T06:00:00Z")
+    assert (code, found["error"]["status"], found["error"]["code"]) == (1, 504, "deadline")
+    code, found = explained(policy, *header, "x-admission-deadline: 6h", "--header", "x-priority: high", "--key", KEY)
+    assert (code, found["error"]["code"]) == (1, "invalid_header")
+
+
 def test_every_step_is_explained_to_a_stranger(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--path", "/v1/chat/completions", "--key", KEY, "--header", "X-Priority: high"]
     assert main(["explain", str(policy), *arguments, "--header", "x-vllm-priority: -5"]) == 0

@@ -131,6 +131,7 @@ def fuzzed_sidecar(around: Any = app, quick_s: float = QUICK_S) -> Iterator[Fuzz
         "body_timeout": f"{round(quick_s * 1000)}ms",
         "max_wait": "20ms",
         "max_requests": "1",
+        "deadline": ", max_deadline: 30ms",
         "grace": "10ms",
         "requests": "2",
     }

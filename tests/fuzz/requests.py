@@ -24,9 +24,11 @@ HEADERS = [
     "authorization", "x-api-key", "x-priority", "x-admission-max-wait", "x-request-id", "traceparent", "tracestate",
     "baggage", "content-length", "transfer-encoding", "connection", "upgrade", "expect", "te", "trailer", "host",
     "x-vllm-priority", "x-override-priority", "x-dynamo-request-priority", "content-type", "content-encoding",
-    "x-forwarded-for", "x_vllm_priority", "cookie", "keep-alive", "range", "", " x", "x y", "x:",
+    "x-forwarded-for", "x_vllm_priority", "x-admission-deadline", "cookie", "keep-alive", "range", "", " x", "x y",
+    "x:",
 ]  # fmt: skip
 VALUES = [
+    "20ms", "9999-12-31T23:59:59Z",
     "", " ", "1", "0", "-1", "0x10", "19", "1e9", "close", "keep-alive", "chunked", "identity", "gzip, chunked", "gzip",
     "100-continue", "high", "batch", "gold", "0.5", "2", "nan", "10ms", "-1s", "1h", "soon", "upgrade", "h2c",
     "Bearer " + KEYS["acme"], "Bearer " + KEYS["nightly"], "Bearer unknown", "Basic eDp5", KEYS["acme"], "websocket",

@@ -426,3 +426,32 @@ def test_answers_tell_what_every_source_says_refusals_included() -> None:
         (TierSource.KEY, NORMAL),
     ]
     assert [answer.refusal is not None for answer in answers] == [False, True, False, False]
+
+
+# -- the body's service_tier
+
+
+@each(
+    ("order", "value", "level", "source", "ignored"),
+    [
+        ("first", "priority", HIGH, TierSource.SERVICE_TIER, ("x-priority",)),
+        ("last", "priority", BATCH, TierSource.HEADER, ("service_tier",)),
+        ("last", "ultra", BATCH, TierSource.HEADER, ("service_tier",)),
+        ("first", "ultra", BATCH, TierSource.HEADER, ("service_tier",)),
+        ("first", "auto", BATCH, TierSource.HEADER, ()),
+        ("first", None, BATCH, TierSource.HEADER, ()),
+        ("named", "auto", LOW, TierSource.SERVICE_TIER, ("x-priority",)),
+        ("none", "priority", BATCH, TierSource.HEADER, ()),
+    ],
+)
+def test_service_tier_is_a_source_like_the_others(
+    order: str, value: str | None, level: int, source: TierSource, ignored: tuple[str, ...]
+) -> None:
+    sources = {
+        "last": (TierSource.HEADER, TierSource.SERVICE_TIER),
+        "none": (TierSource.HEADER,),
+    }.get(order, (TierSource.SERVICE_TIER, TierSource.HEADER))
+    named = (("priority", HIGH), ("auto", LOW)) if order == "named" else (("priority", HIGH),)
+    policy = policy_of(sources=sources, service_tiers=() if order == "none" else named)
+    found = classified(policy, asked_with(headers={b"x-priority": b"batch"}, service_tier=value))
+    assert (found.level, found.source, found.ignored, found.clamped_from) == (level, source, ignored, None)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,15 @@ from starlette.routing import Route
 
 import sidecar
 from sidecar import AdmissionMiddleware, LeasePreempted
-from sidecar.errors import Draining, QueueFull, QueueTimeout, RequestTooLarge, StoreUnavailable, TenantLimit
+from sidecar.errors import (
+    DeadlinePassed,
+    Draining,
+    QueueFull,
+    QueueTimeout,
+    RequestTooLarge,
+    StoreUnavailable,
+    TenantLimit,
+)
 from sidecar.events import Settled
 from sidecar.leases import Admission, HeldLease
 from sidecar.leases.threads import ThreadLeaseBlock
@@ -42,6 +51,7 @@ from tests.support.middleware import monitor, recorded
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
 from tests.support.shared_pools import begun
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -50,7 +60,7 @@ engine: vllm
 capacity: {{tokens: 1000, requests: 4}}
 tiers:
   high: {{reserve: 30%, preempt_after: 10ms}}
-  low: {{preemptible: true, queue: {{max_requests: 3}}}}
+  low: {{preemptible: true, queue: {{max_requests: 3, max_deadline: 1h}}}}
 default_tier: low
 anonymous: low
 endpoints:
@@ -162,6 +172,12 @@ class TestOnePool:
             ({"tokens": 1, "max_wait_s": -1}, "max_wait_s: -1 is no"),
             ({"tokens": 1, "max_wait_s": "5"}, "max_wait_s: '5' is no number of seconds"),
             ({"tokens": 1, "max_wait_s": 10**400}, "max_wait_s: 10+ is no number of seconds"),
+            ({"tokens": 1, "deadline": 60}, "deadline: 60 is no timedelta, and no datetime with a zone"),
+            ({"tokens": 1, "deadline": datetime(2027, 1, 31)}, "deadline: .* is no timedelta, and no datetime with a"),
+            (
+                {"tokens": 1, "tier": "high", "deadline": timedelta(hours=1)},
+                "deadline: tier high takes no request with a deadline; those with `queue: {max_deadline: ...}` do: low",
+            ),
             ({"tokens": 1, "model": 5}, "model: 5 is no name"),
             ({"tokens": 1, "tenant": ["acme"]}, r"tenant: the policy has no \['acme'\]"),
             ({"tokens": 1, "tier": "hihg"}, "tier: the policy has no 'hihg'; write one of high, low"),
@@ -394,6 +410,23 @@ class TestSharedPool:
                     assert times == "QueueTimeout"
                 assert await anyio.to_thread.run_sync(_in_a_thread, threads, 5.0) == "low 600"
 
+    async def test_a_queues_worker_gives_its_deadline_and_its_lease_rises_in_the_shared_pool(
+        self, shared: Path
+    ) -> None:
+        async with sidecar.connect(policy=shared) as other, sidecar.connect(policy=shared) as admission:
+            async with other.lease(tier="high", tokens=1000):
+                with pytest.raises(DeadlinePassed, match="before the deadline of the request"):
+                    async with admission.lease(tokens=1, tier="low", deadline=timedelta(milliseconds=50)):
+                        pytest.fail("admitted")
+                with pytest.raises(DeadlinePassed, match="had passed when the request came"):
+                    async with admission.lease(tokens=1, deadline=datetime.now(timezone.utc)):
+                        pytest.fail("admitted")
+                at = datetime.now(timezone(timedelta(hours=-7))) + timedelta(seconds=6)
+                waits = asyncio.ensure_future(_tier(admission, at))
+                pool: Any = admission.controller.pool
+                await until(lambda: [tier["queued"]["requests"] for tier in pool.state()["tiers"]] == [1, 0])
+            assert await waits == "high"
+
     async def test_the_end_of_a_connection_gives_all_back_and_refuses_those_that_wait(self, shared: Path) -> None:
         async with sidecar.connect(policy=shared) as other:
             async with sidecar.connect(policy=shared) as admission:
@@ -458,6 +491,11 @@ class TestSharedPool:
                 admission.lease(tokens=10),
             ):
                 pytest.fail("admitted")
+
+
+async def _tier(admission: Admission, deadline: datetime) -> str:
+    async with admission.lease(tokens=1000, tier="low", deadline=deadline) as lease:
+        return lease.tier
 
 
 def _in_a_thread(admission: sidecar.leases.ThreadAdmission, max_wait_s: float) -> str:

@@ -65,7 +65,7 @@ class LedgerPlayer:
             calls.Bid(
                 self.made, self.names[ticket.tier], ticket.tenant, ticket.tokens, ticket.requests, ticket.prompt,
                 ticket.weight, dict(ticket.hits), sorted(ticket.barred), now - ticket.arrived_us, ticket.number,
-                ticket.gain, ticket.has_returned, None, ticket.cost,
+                ticket.gain, ticket.has_returned, None, ticket.user, ticket.cost,
             )
         )  # fmt: skip
 
@@ -112,7 +112,12 @@ class LedgerPlayer:
         elif what == "charge":
             self.news.charges.append(
                 calls.LeaseGrowth(
-                    step["tier"], step.get("tenant", ""), step["tokens"], step.get("weight", 1), UNBOUNDED
+                    step["tier"],
+                    step.get("tenant", ""),
+                    step["tokens"],
+                    step.get("weight", 1),
+                    UNBOUNDED,
+                    step.get("user"),
                 )
             )
         elif what == "engines":

@@ -50,7 +50,7 @@ def _play(judge: reference.Reference, one: OneReplica, step: dict[str, Any], now
     if growth > 0 and found is not None:
         tier = judge.tiers[found.tier]["name"]
         charge = {"do": "charge", "tier": tier, "tenant": found.tenant, "weight": found.weight, "tokens": growth}
-        judge.do(charge, now)
+        judge.do({**charge, "user": found.user}, now)
     one.do(step, now)
     return True
 

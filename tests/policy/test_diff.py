@@ -12,6 +12,7 @@ from sidecar.engines import ENGINES
 from sidecar.policy.choices import Learn
 from sidecar.policy.compiler import load
 from sidecar.policy.diff import MOST_NAMED, describe_changes, differences, needs_restart
+from sidecar.policy.fleet import ModelAlias
 from sidecar.policy.model import Policy
 from sidecar.policy.tenant import Tenant
 from tests.support.each import each
@@ -286,6 +287,8 @@ def changed(before: Policy, name: str, folder: Path) -> Policy:
         return replace(before, **{name: levels.get(name, value[:1])})
     if name in ("engines", "models"):
         return replace(before, **{name: getattr(written(folder / "fleet", FLEET), name)})
+    if name == "aliases":
+        return replace(before, aliases={"gpt-4o": ModelAlias("llama")})
     if is_dataclass(value):
         return replace(before, **{name: None})
     if hasattr(type(value), "__members__"):

@@ -135,6 +135,12 @@ def test_a_wrong_line_says_what_would_be_right(tmp_path: Path, line: str, said: 
             "tiers.normal.gain.weight: 1001 is too large; weights count beside each other: write 1 to 1000",
         ),
         (
+            "{normal: {queue: {max_wait: 30m, max_deadline: 30m}}}",
+            "tiers.normal.queue.max_deadline: not longer than `max_wait`, for which any request may wait; write ",
+        ),
+        ("{normal: {queue: {max_deadline: 24}}}", 'tiers.normal.queue.max_deadline: "24" is not a duration; write '),
+        ("{normal: {queue: {max_deadline: 0s}}}", 'tiers.normal.queue.max_deadline: "0s" is no time at all; write a '),
+        (
             "{normal: {slo: {ttft: 1s, hold: 97%}}, batch: {}}",
             "tiers.normal.slo.hold: a tier is held to its time to a first token and its time per token: write `ttft` ",
         ),

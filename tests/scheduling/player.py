@@ -76,6 +76,7 @@ def ticket_of(step, tier, now, number):
         "",
         number,
         gain,
+        user=step.get("user"),
         cost=step.get("cost"),
     )
 
@@ -155,7 +156,9 @@ class SchedulerPlayer:
             self.tickets[name] = back
             self.scheduler.add(back)
         elif what == "charge":
-            self.scheduler.tiers[tier].queue.charge(step.get("tenant", ""), step["tokens"], step.get("weight", 1))
+            self.scheduler.tiers[tier].queue.charge(
+                step.get("tenant", ""), step["tokens"], step.get("weight", 1), step.get("user")
+            )
         elif what == "engines":
             self.set_engines(step["engines"])
         elif what == "guard" and (guarded := self.scheduler.guards.of(tier)):

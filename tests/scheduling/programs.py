@@ -21,6 +21,7 @@ STEPS = 25
 FILLS, DRAINS = 3, 8
 """The steps at the beginning that fill the pool, and those at the end that only empty it: all that waits gets in."""
 WEIGHTS = {"a": 1, "b": 2, "c": 4}
+USERS = ["", "u", "v", "v", "w"]
 NAMES = "abcd"
 
 
@@ -62,7 +63,7 @@ def random_header(luck: random.Random, name: str, *, several: bool, by_gain: boo
     for tier in tiers[:-1]:
         if other_luck.random() < 0.2:
             tier["hold"] = 0.97
-    program: Program = {"name": name, "tiers": tiers}
+    program: Program = {"name": name, "tiers": tiers, "users": other_luck.choice(["", "", "a", "ab", "abc"])}
     if luck.random() < 0.6:
         ceiling = luck.choice(tiers)["name"]
         program["aging"] = {"promote_after_s": luck.choice([2, 4, 20]), "ceiling": ceiling}
@@ -100,6 +101,11 @@ class Author:
         self.chosen: list[str] = []
         self.cost_luck = random.Random(f"costs of {program['name']}")
         self.is_weighted = self.cost_luck.random() < 0.4
+        self.user_luck = random.Random(program["name"])
+
+    def user_within(self, tenant: str) -> dict[str, str]:
+        """The user of a tenant whose users take turns."""
+        return {"user": self.user_luck.choice(USERS)} if tenant in self.program["users"] else {}
 
     def write(self, steps: int) -> Program:
         self.program["steps"] = []
@@ -156,6 +162,7 @@ class Author:
             "tokens": tokens,
             "tenant": tenant,
             "weight": WEIGHTS[tenant],
+            **self.user_within(tenant),
         }
         if luck.random() < 0.2:
             step["requests"] = 2
@@ -242,6 +249,7 @@ class Author:
             "tier": tier,
             "tenant": tenant,
             "weight": WEIGHTS[tenant],
+            **self.user_within(tenant),
             "tokens": self.luck.choice([1, 7, 30]) * (-1 if self.is_weighted and self.cost_luck.random() < 0.6 else 1),
         }
 

@@ -3,7 +3,8 @@
 One scheduler for one engine or many, by level or by gain. The product still has four: `rules/differences.txt` has the
 answers that are others there. The numbers in the comments are those of the rules:
 
-1. Floors: a tier has its reserve R, its headroom H, its limit L. 2. Tenants: fair tags. 3. Order: classes 0 to 4.
+1. Floors: a tier has its reserve R, its headroom H, its limit L. 2. Tenants: fair tags; in a tenant its users take
+turns, those with tags of their own. 3. Order: classes 0 to 4.
 4. Room: headroom is kept free, and the first that does not fit holds its place. 5. A turn is paid back.
 6. Engines, and the line of those that wait for the right one. 7. Preemption. 8. A full engine is capped.
 9. The order by gain. 10. What less important tiers may hold beside one whose SLO is held.
@@ -55,6 +56,8 @@ class Request:
     gain: dict | None
     seen: int  # how many had entered when it came
     cost: int  # what its tenant is charged for: its tokens, or their weights
+    user: str | None = None  # within its tenant; None where its users take no turns
+    place: Fraction | None = None  # in its tenant's queue, once it is the first of its user
     state: str = "waiting"  # then perhaps "line"; "running"; "over"
     start: Fraction | None = None  # its tag, once it is the first of its tenant
     returns: int = 0
@@ -96,6 +99,7 @@ class Reference:
     caps: dict = field(default_factory=dict)
     finish: dict = field(default_factory=dict)
     virtual: dict = field(default_factory=dict)
+    users: dict = field(default_factory=dict)  # of a tier and tenant: its users' virtual time, and their finish tags
     largest: dict = field(default_factory=dict)
     owes: dict = field(default_factory=dict)
     latest: dict = field(default_factory=dict)
@@ -188,18 +192,41 @@ class Reference:
         return [r for r in self.all if r.state == "waiting" and r.tier == tier]
 
     def firsts(self, tier: int) -> list[Request]:
-        """The oldest of each tenant, and all that returned; in fair order."""
+        """The first of each tenant, and all that returned; in fair order."""
+        queues = {r.tenant: self.queue(tier, r.tenant) for r in self.waiting(tier)}
+        found = [queue[0] for queue in queues.values() if queue] + [r for r in self.waiting(tier) if r.returns]
+        return sorted(found, key=lambda r: (INFINITE if r.start is None else r.start, r.number))
+
+    def queue(self, tier: int, tenant: str) -> list[Request]:
+        """A tenant's: by arrival. Where its users take turns the oldest of each, the smallest place first."""
         found: dict = {}
         for r in self.waiting(tier):
-            found.setdefault((r.returns and r.id, r.tenant), r)
-        return sorted(found.values(), key=lambda r: (INFINITE if r.start is None else r.start, r.number))
+            if r.tenant == tenant and not r.returns:
+                found.setdefault(r.number if r.user is None else r.user, r)
+        return sorted(found.values(), key=lambda r: (r.place or 0, r.number))
 
     def tag(self, tier: int) -> None:
-        firsts = self.firsts(tier)
-        if not firsts:  # tags start afresh
+        waiting = self.waiting(tier)
+        if not waiting:  # tags start afresh
             self.virtual.pop(tier, None), self.largest.pop(tier, None)
             self.finish = {k: v for k, v in self.finish.items() if k[0] != tier}
+            self.users = {k: v for k, v in self.users.items() if k[0] != tier}
+        for tenant in {r.tenant for r in waiting}:
+            virtual, finish = self.users.get((tier, tenant), (0, {}))
+            for r in self.queue(tier, tenant):
+                if r.user is not None and r.place is None:
+                    r.place = max(virtual, finish.get(r.user, 0)) + r.cost
+        for key, (virtual, finish) in list(self.users.items()):
+            if key[0] == tier and not self.queue(*key) and all(f <= virtual for f in finish.values()):
+                del self.users[key]
+        firsts = self.firsts(tier)
         for r in firsts:
+            before = [
+                q for q in waiting if q.tenant == r.tenant and not q.returns and q.start is not None and q is not r
+            ]
+            if r.start is None and before:  # its user's turn is before that of the one that was first
+                (q,) = before
+                r.start, q.start = q.start, None
             if r.start is None:
                 r.start = max(self.virtual.get(tier, ZERO), self.finish.get((tier, r.tenant), ZERO))
         if self.by_gain and firsts:  # V is the smallest start of those that wait
@@ -207,18 +234,39 @@ class Reference:
 
     def leave_queue(self, r: Request) -> None:
         """Its tenant is charged, unless it returned: then it was charged before."""
-        first = next(
-            q for q in self.firsts(r.tier) if q is r or (q.tenant == r.tenant and not q.returns and not r.returns)
-        )
+        first = r if r.returns else self.queue(r.tier, r.tenant)[0]
         is_last, key = len(self.waiting(r.tier)) == 1, (r.tier, r.tenant)
         r.state = "line"
         if not is_last and not r.returns:
             self.finish[key] = max(first.start, self.finish.get(key, ZERO)) + self.divide(r.cost, r.weight)
             if first is not r:  # by gain
                 first.start = max(first.start, self.finish[key])
+            if r.user is not None:
+                self.charge_user(r, first)
         if not is_last and not self.by_gain:
             self.virtual[r.tier] = max(self.virtual.get(r.tier, ZERO), r.start)
+        r.place = None
         self.tag(r.tier)
+
+    def charge_user(self, r: Request, first: Request) -> None:
+        """Its user is charged as it leaves its tenant's queue, whose first was `first`; time passes to that one."""
+        virtual, finish = self.users.get((r.tier, r.tenant), (0, {}))
+        virtual = max(virtual, (first.place or 0) - (first.cost if self.by_gain else 0))
+        own = next(
+            q for q in self.all if q is r or (q.place and (q.tier, q.tenant, q.user) == (r.tier, r.tenant, r.user))
+        )
+        finish[r.user] = max(own.place - own.cost, finish.get(r.user, 0)) + r.cost
+        if own is not r:  # by gain
+            own.place = max(virtual, finish[r.user]) + own.cost
+        self.users[r.tier, r.tenant] = virtual, finish
+
+    def grow_user(self, key: tuple, user: str, tokens: int) -> None:
+        """A user's lease has grown, or used less: then its first is placed so much earlier, but never before V."""
+        virtual, finish = self.users.setdefault(key, (0, {}))
+        finish[user] = max(virtual, max(virtual, finish.get(user, 0)) + tokens)
+        for r in self.queue(*key):
+            if tokens < 0 and r.user == user:
+                r.place = min(r.place, max(virtual + r.cost, r.place + tokens))
 
     # -- 3, 5, 9: order
 
@@ -283,6 +331,9 @@ class Reference:
         """9: what it still earns for the engine's time; nothing, or its tenant is ahead: after all others, by level."""
         ahead = self.finish.get((r.tier, r.tenant), ZERO) - self.virtual.get(r.tier, ZERO)
         is_ahead = r.state == "waiting" and not r.returns and ahead * r.weight > 2 * self.largest[r.tier]
+        if r.user is not None and r.state == "waiting" and not r.returns:
+            virtual, finish = self.users.get((r.tier, r.tenant), (0, {}))
+            is_ahead = is_ahead or finish.get(r.user, 0) - virtual > 2 * self.largest[r.tier]
         if r.gain is None or is_ahead:
             return 1, self.level(r)
         lost = max(0, self.now - r.arrived - r.gain["start_by"]) // r.gain["slack"]
@@ -623,12 +674,13 @@ class Reference:
                 gain,
                 len(self.entered),
                 get("cost", step["tokens"]),
+                get("user"),
             )
             self.all.append(r)
             self.largest[tier] = max(self.largest.get(tier, 1), r.cost)
             self.tag(tier)
         elif what == "cancel" and (r := self.find(ticket, "waiting")):
-            r.state = "over"
+            r.state, r.place = "over", None
             self.tag(r.tier)
         elif what in ("cancel", "settle") and (r := self.find(ticket, *ENDS[what])):
             self.end(r)
@@ -645,12 +697,14 @@ class Reference:
             self.back(r)
         elif what == "charge" and self.waiting(tier):
             key, virtual = (tier, get("tenant", "")), self.virtual.get(tier, ZERO)
-            more = self.divide(step["tokens"], get("weight", 1))
+            more, user = self.divide(step["tokens"], get("weight", 1)), get("user")
             self.finish[key] = max(virtual, max(virtual, self.finish.get(key, ZERO)) + more)
+            if user is not None and self.queue(*key):
+                self.grow_user(key, user, step["tokens"])
             if more < 0:  # a lease did not use it: its tenant's first comes so much earlier, but never before V
-                for r in self.firsts(tier):
-                    if r.tenant == key[1] and not r.returns:
-                        r.start = max(virtual, r.start + more)
+                self.tag(tier)
+                for r in self.queue(*key)[:1]:
+                    r.start = max(virtual, r.start + more)
                 self.tag(tier)
         elif what == "engines":
             offers = {o["id"]: o for o in step["engines"]}

@@ -21,6 +21,7 @@ from sidecar.scheduling.preemption import _Search
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.scheduler import FIRST, INSIDE, LINE, OTHER, TURN, Scheduler
 from sidecar.scheduling.tickets import ScheduledLease, Ticket, TicketGain
+from sidecar.scheduling.user_turns import UserTurns
 
 Patch = tuple[Any, str, Any]
 
@@ -55,20 +56,20 @@ def _knows_no_weights(queue: FairQueue, ticket: Ticket) -> None:
     ticket.weight = weight
 
 
-def _gives_nothing_back(queue: FairQueue, tenant: str, tokens: int, weight: int) -> None:
-    charge(queue, tenant, max(0, tokens), weight)
+def _gives_nothing_back(queue: FairQueue, tenant: str, tokens: int, *others: Any) -> None:
+    charge(queue, tenant, max(0, tokens), *others)
 
 
-def _gives_back_behind_the_first(queue: FairQueue, tenant: str, tokens: int, weight: int) -> None:
+def _gives_back_behind_the_first(queue: FairQueue, tenant: str, *others: Any) -> None:
     first = queue._lanes.pop(tenant, None)
-    charge(queue, tenant, tokens, weight)
+    charge(queue, tenant, *others)
     if first is not None:
         queue._lanes[tenant] = first
 
 
-def _gives_back_more_than_the_lead(queue: FairQueue, tenant: str, tokens: int, weight: int) -> None:
+def _gives_back_more_than_the_lead(queue: FairQueue, tenant: str, tokens: int, *others: Any) -> None:
     virtual, queue.virtual = queue.virtual, queue.virtual if tokens > 0 else -1e9
-    charge(queue, tenant, tokens, weight)
+    charge(queue, tenant, tokens, *others)
     queue.virtual = virtual
 
 
@@ -146,6 +147,10 @@ PATCHES: dict[str, Patch] = {
     "gives back after the first": (FairQueue, "charge", _gives_back_behind_the_first),
     "gives back more than the lead": (FairQueue, "charge", _gives_back_more_than_the_lead),
     "forgets charges at the next admission": (FairQueue, "_charge_for", _forgets_charges),
+    "time stands still for users": (UserTurns, "pass_time", always(None)),
+    "charges no user": (UserTurns, "charge", always(None)),
+    "charges no user's growth": (UserTurns, "grow", always(None)),
+    "a user's turn is a tenant's": (UserTurns, "__contains__", always(False)),
     "last in, first out": (Ticket, "arrival", property(lambda t: (-t.arrived_us, t.owner, -t.number))),
     # rule 3
     "admits nothing": (Scheduler, "decide", always([])),
@@ -253,7 +258,13 @@ def _ages_past_the_ceiling(program: dict[str, Any]) -> None:
         program["aging"]["ceiling"] = program["tiers"][0]["name"]
 
 
+def _knows_no_users(program: dict[str, Any]) -> None:
+    for step in program["steps"]:
+        step.pop("user", None)
+
+
 CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "knows no users": _knows_no_users,
     "knows no limit": _of_tiers(limit=1),
     "knows no headroom": _of_tiers(lend=1),
     "knows nothing of always_first": _of_tiers(always_first=False),

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sidecar.events import Admitted, Observed, Preempted, Refused
+from sidecar.events import Admitted, Observed, Preempted, Refused, Risen
 from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy import compiler
 from sidecar.policy.choices import Mode
@@ -38,6 +38,7 @@ class Planned:
     tokens: int
     runs_us: int
     patience_us: int | None
+    deadline_us: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ async def one(sidecar: TestedMiddleware, number: int, planned: Planned) -> None:
     await asyncio.sleep(planned.at_us / 1e6)
     body = chat(max_tokens=planned.tokens, priority=planned.tier)
     headers = [(b"x-request-id", b"%d" % number), (b"x-runs-us", b"%d" % planned.runs_us)]
+    if planned.deadline_us is not None:
+        headers.append((b"x-admission-deadline", b"%dus" % planned.deadline_us))
     caller = Caller(sidecar, msgspec.json.encode(body), headers=headers)
     calling = caller.begin()
     if planned.patience_us is not None:
@@ -130,7 +133,7 @@ def policies(folder: Path, **changes: str) -> dict[Mode, Policy]:
 
     Anybody may ask for any tier. `changes` are what stands in place of a tier's `{`.
     """
-    path = write_policy(folder, requests="3", max_wait="800ms", max_requests="4")
+    path = write_policy(folder, requests="3", max_wait="800ms", max_requests="4", deadline=", max_deadline: 1h")
     written = path.read_text().replace("anonymous: normal", "anonymous: critical")
     for tier, settings in changes.items():
         written = written.replace(f"  {tier}: {{", f"  {tier}: {{{settings}")
@@ -150,6 +153,18 @@ def alike(folder: Path, plan: list[Planned], **changes: str) -> tuple[list[Becam
         if not changes:
             assert would.starvation_us == pytest.approx(did.starvation_us, abs=TOLERANCE_US)
     return enforced, recorder
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+def test_requests_with_deadlines_would_rise_and_end_as_they_do(seed: int, tmp_path: Path) -> None:
+    luck, planned = random.Random(seed), load(seed)
+    for number, one in enumerate(planned):
+        if one.tier == "batch":
+            planned[number] = replace(one, deadline_us=luck.randrange(100_000, 2_000_000))
+    enforced, recorder = alike(tmp_path, planned)
+    events = [event for story in recorder.stories for event in story.events]
+    assert {event.tier for event in events if isinstance(event, Risen)} == {"critical", "high", "normal"}
+    assert "deadline" in {one.code for one in enforced}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

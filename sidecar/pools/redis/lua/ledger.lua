@@ -53,7 +53,7 @@ end
 local function add_bid(member, bid)
   local tier = tier_of(bid[TIER])
   if not tier then return end
-  bid[COST] = bid[BID_COST]
+  bid[USER], bid[PLACE], bid[COST] = bid[BID_USER], 0, bid[BID_COST]
   bid[TIER], bid[ARRIVED], bid[OWNER], bid[START], bid[ENGINE] = tier, max(0, now - bid[ARRIVED]), who, false, false
   bid[IN_LINE_SINCE], bid[COUNT], bid[COUNTED], bid[ADMISSION], bid[EXCESS], bid[EXCESS_PROMPT] = false, 0, 0, 0, 0, 0
   bid[IS_IN_FLOOR], bid[STAYS] = false, false
@@ -90,7 +90,8 @@ local function take_changes(member, last_number)
     if slot then set_cap(slot, cap[2], now + cap[3]) end
   end
   for _, charge in ipairs(call[C_CHARGES]) do
-    if charge[5] > last_number then queue_charge(tier_of(charge[1]), unpack(charge, 2)) end
+    local tier, tenant, tokens, weight, first_call, user = unpack(charge)
+    if first_call > last_number then queue_charge(tier_of(tier), tenant, tokens, weight, user) end
   end
   for _, owed in ipairs(call[C_OWES]) do
     if owed[3] > last_number then owe(tier_of(owed[1]), owed[2]) end

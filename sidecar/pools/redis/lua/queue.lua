@@ -3,6 +3,11 @@
 -- A queue has lanes: tenant -> its tickets by arrival, packed until they are looked at; `starts`, the tag of each
 -- lane's first; `returned`, those that came back; and `finish`, the tags of tenants. It is read when its tier's head does not do. A
 -- ticket that comes to an empty tier and is granted at once is never written.
+--
+-- Where a tenant's users take turns (`user_turns.py`) its lane has the first ticket of each, by its place; the others wait in lanes of
+-- their own, `TENANT\0USER`. `users`: tenant -> its users' virtual time, their finish tags, and the places of their firsts.
+
+local VIRTUAL_OF_USERS, FINISH, FIRSTS = 1, 2, 3
 
 local function lane_of(queue, tenant)
   if not queue.lanes[tenant] and queue.texts[tenant] then queue.lanes[tenant] = { unpacked(queue.texts[tenant]) } end
@@ -12,13 +17,14 @@ end
 local function queue_of(tier)
   local queue = queues[tier]
   if queue then return queue end
-  queue = { lanes = {}, texts = {}, starts = {}, finish = {}, returned = {} }
+  queue = { lanes = {}, texts = {}, starts = {}, finish = {}, returned = {}, users = {} }
   if tiers[tier][QUEUED] > 0 then
     local name = 'q:' .. tier
     if known[name] and known[name][1] == field(name) then
       queue = known[name][2]
     else
-      queue.texts, queue.starts, queue.finish, queue.returned = unpacked(field(name))
+      queue.texts, queue.starts, queue.finish, queue.returned, queue.users = unpacked(field(name))
+      queue.users = queue.users or {}
     end
     local head = heads[tier] and ticket_at(heads, tier)
     if head and head[HAS_RETURNED] then -- it is one object, here and there
@@ -39,7 +45,7 @@ local function packed_queue(tier)
   for tenant, lane in pairs(queue.lanes) do
     queue.texts[tenant] = queue.texts[tenant] or pack(unpack(packed_tickets(lane)))
   end
-  return pack(queue.texts, queue.starts, queue.finish, packed_tickets(queue.returned))
+  return pack(queue.texts, queue.starts, queue.finish, packed_tickets(queue.returned), queue.users)
 end
 
 local function is_next(a, b) -- by start, then arrival
@@ -73,14 +79,23 @@ local function for_queue(tier, each)
   for tenant, start in pairs(queue.starts) do
     local lane = lane_of(queue, tenant)
     for i = 1, #lane do each(ticket_at(lane, i), start) end
+    for user in pairs(queue.users[tenant] and queue.users[tenant][FIRSTS] or NOBODY) do
+      local others = lane_of(queue, tenant .. '\0' .. user) or NOBODY
+      for i = 1, #others do each(ticket_at(others, i), start) end
+    end
   end
   for i = 1, #queue.returned do each(ticket_at(queue.returned, i), queue.returned[i][START]) end
+end
+
+local function is_before_in_lane(a, b) -- by place, then arrival
+  if a[PLACE] ~= b[PLACE] then return a[PLACE] < b[PLACE] end
+  return is_before(a, b)
 end
 
 -- In fair order of each replica the first, wherever it is in its tenant's queue.
 local function first_of_each_owner(tier)
   local found, list = {}, {}
-  local function is_less_than(a, b) return a.start < b.start or (a.start == b.start and is_before(a.ticket, b.ticket)) end
+  local function is_less_than(a, b) return a.start < b.start or (a.start == b.start and is_before_in_lane(a.ticket, b.ticket)) end
   for_queue(tier, function(ticket, start)
     local it, known_one = { start = start, ticket = ticket }, found[ticket[OWNER]]
     if not known_one or is_less_than(it, known_one) then found[ticket[OWNER]] = it end
@@ -91,17 +106,20 @@ local function first_of_each_owner(tier)
 end
 
 -- What changes in a queue may change its head; a tenant's first gets its start tag. Where none waits, all tags start afresh at a
--- virtual time beyond every tag.
-local function tag(tier, tenant)
+-- virtual time beyond every tag. `before`: of a tenant whose users take turns the one that was first, if it waits still.
+local function tag(tier, tenant, before)
   local t, queue = tiers[tier], queue_of(tier)
   local lane = lane_of(queue, tenant)
   queue.texts[tenant], changed['q:' .. tier], heads[tier], state[NEXT] = nil, true, false, false
   if t[QUEUED] == 0 then
     for _, finish in pairs(queue.finish) do t[VIRTUAL] = max(t[VIRTUAL], finish) end
-    queue.finish, t[LARGEST], t[SMALLEST], t[AFRESH] = {}, 1, UNBOUNDED, t[AFRESH] + 1
+    queue.finish, queue.users, t[LARGEST], t[SMALLEST], t[AFRESH] = {}, {}, 1, UNBOUNDED, t[AFRESH] + 1
     return
   end
   local first = lane and ticket_at(lane, 1)
+  if before and first ~= before then -- another user's turn is before that of the one that was first, whose tag it gets
+    first[START], before[START], first.packed, before.packed = before[START], false, nil, nil
+  end
   if first and not first[START] then
     first[START], first.packed = max(first[HINT] or t[VIRTUAL], queue.finish[tenant] or 0), nil
   end
@@ -133,31 +151,145 @@ end
 
 local function charged(ticket) return ticket[COST] or ticket[TOKENS] end
 
+-- ---- the users of a tenant
+
+local function insert(queue, name, ticket)
+  local lane = lane_of(queue, name) or {}
+  local i = #lane + 1
+  while i > 1 and is_before_in_lane(ticket, ticket_at(lane, i - 1)) do i = i - 1 end
+  table.insert(lane, i, ticket)
+  queue.lanes[name], queue.texts[name] = lane, nil
+end
+
+local function users_of(queue, tenant)
+  queue.users[tenant] = queue.users[tenant] or { 0, {}, {} }
+  return queue.users[tenant]
+end
+
+local function place_first(queue, ticket)
+  local users, user = users_of(queue, ticket[TENANT]), ticket[USER]
+  ticket[PLACE], ticket.packed = max(users[VIRTUAL_OF_USERS], users[FINISH][user] or 0) + charged(ticket), nil
+  users[FIRSTS][user] = ticket[PLACE]
+  insert(queue, ticket[TENANT], ticket)
+end
+
+local function first_of_user(queue, ticket)
+  if not users_of(queue, ticket[TENANT])[FIRSTS][ticket[USER]] then return nil end
+  local lane, i = lane_of(queue, ticket[TENANT]), 1
+  while ticket_at(lane, i)[USER] ~= ticket[USER] do i = i + 1 end
+  return lane[i]
+end
+
+local function add_of_user(queue, ticket)
+  local first, later = first_of_user(queue, ticket), ticket
+  if not first or is_before(ticket, first) then
+    if first then take_from(lane_of(queue, ticket[TENANT]), first) end
+    place_first(queue, ticket)
+    later = first
+  end
+  if later then
+    later[PLACE], later.packed = UNBOUNDED, nil
+    insert(queue, later[TENANT] .. '\0' .. later[USER], later)
+  end
+end
+
+local function take_out_of_user(queue, ticket)
+  local name = ticket[TENANT] .. '\0' .. ticket[USER]
+  local others = lane_of(queue, name) or {}
+  if take_from(lane_of(queue, ticket[TENANT]), ticket) then
+    users_of(queue, ticket[TENANT])[FIRSTS][ticket[USER]] = nil
+    if others[1] then place_first(queue, ticket_at(others, 1)) end
+    table.remove(others, 1)
+  else
+    take_from(others, ticket)
+  end
+  queue.texts[name] = nil
+  if #others == 0 then queue.lanes[name] = nil end
+end
+
+local function set_finish(users, user, finish)
+  local all, count = users[FINISH], 0
+  all[user] = finish
+  for _ in pairs(all) do count = count + 1 end
+  if count <= MOST_AHEAD then return end
+  for it, of in pairs(all) do
+    if of <= users[VIRTUAL_OF_USERS] then all[it], count = nil, count - 1 end
+  end
+  if count <= MOST_AHEAD then return end
+  for it in pairs(all) do
+    if not users[FIRSTS][it] then all[it] = nil end
+  end
+end
+
+-- A user's lease has grown; below 0: it has used less, and the user's first is placed so much earlier, but never before the virtual time.
+local function grow_user(queue, tenant, user, tokens)
+  local users = queue.users[tenant]
+  local virtual = users[VIRTUAL_OF_USERS]
+  set_finish(users, user, max(virtual, max(virtual, users[FINISH][user] or 0) + tokens))
+  local place = users[FIRSTS][user]
+  if tokens >= 0 or not place then return end
+  local first = first_of_user(queue, { [TENANT] = tenant, [USER] = user })
+  take_from(lane_of(queue, tenant), first)
+  first[PLACE], first.packed = min(place, max(virtual + charged(first), place + tokens)), nil
+  users[FIRSTS][user] = first[PLACE]
+  insert(queue, tenant, first)
+end
+
+-- Its user is charged for one that leaves its tenant's queue, whose first is `first`: time passes to that one.
+local function charge_user(queue, ticket, first)
+  local users, user, own = users_of(queue, ticket[TENANT]), ticket[USER], first_of_user(queue, ticket)
+  local passed = first[PLACE] - (rules[R_BY_GAIN] and charged(first) or 0)
+  users[VIRTUAL_OF_USERS] = max(users[VIRTUAL_OF_USERS], passed)
+  set_finish(users, user, max(own[PLACE] - charged(own), users[FINISH][user] or 0) + charged(ticket))
+  if own ~= ticket then -- by gain
+    take_from(lane_of(queue, ticket[TENANT]), own)
+    place_first(queue, own)
+  end
+end
+
+-- Nothing is remembered where nobody waits and no user is ahead.
+local function forget_users(queue, tenant)
+  local users, is_at_rest = queue.users[tenant], true
+  for _, finish in pairs(users and users[FINISH] or NOBODY) do is_at_rest = is_at_rest and finish <= users[VIRTUAL_OF_USERS] end
+  if is_at_rest then queue.users[tenant] = nil end
+end
+
+-- The first of a tenant whose users take turns, unless it is the one that leaves.
+local function first_before(queue, ticket)
+  local lane = ticket[USER] and not ticket[HAS_RETURNED] and lane_of(queue, ticket[TENANT])
+  local first = lane and ticket_at(lane, 1)
+  return first ~= ticket and first or nil
+end
+
+-- ---- what comes and leaves
+
 local function queue_add(ticket)
   local tier, tenant = ticket[TIER], ticket[TENANT]
   local t, queue = tiers[tier], queue_of(tier)
+  local before = first_before(queue, ticket)
   t[LARGEST], t[SMALLEST] = max(t[LARGEST], charged(ticket)), min(t[SMALLEST], ticket[TOKENS])
   if ticket[HAS_RETURNED] then
     local first = next_of(tier)
     ticket[START] = first and min(t[VIRTUAL], first[START]) or t[VIRTUAL]
     queue.returned[#queue.returned + 1] = ticket
+  elseif ticket[USER] then
+    add_of_user(queue, ticket)
   else
-    local lane = lane_of(queue, tenant) or {}
-    queue.lanes[tenant] = lane
-    local i = #lane + 1
-    while i > 1 and is_before(ticket, ticket_at(lane, i - 1)) do i = i - 1 end
-    table.insert(lane, i, ticket)
+    insert(queue, tenant, ticket)
   end
   t[QUEUED] = t[QUEUED] + 1
   if queue.by_gain then rank(queue, ticket) end
-  tag(tier, tenant)
+  tag(tier, tenant, before)
 end
 
 local function take_out(queue, ticket)
   local tenant = ticket[TENANT]
   local list = ticket[HAS_RETURNED] and queue.returned or lane_of(queue, tenant)
-  take_from(list, ticket)
-  if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.texts[tenant], queue.starts[tenant] = nil, nil, nil end
+  if ticket[USER] and not ticket[HAS_RETURNED] then take_out_of_user(queue, ticket) else take_from(list, ticket) end
+  if not ticket[HAS_RETURNED] and #list == 0 then
+    queue.lanes[tenant], queue.texts[tenant], queue.starts[tenant] = nil, nil, nil
+    forget_users(queue, tenant)
+  end
   tiers[ticket[TIER]][QUEUED] = tiers[ticket[TIER]][QUEUED] - 1
   if queue.by_gain then
     take_from(queue.by_gain, ticket)
@@ -167,8 +299,10 @@ end
 
 -- One that leaves by cancellation: it costs nothing.
 local function queue_remove(ticket)
-  take_out(queue_of(ticket[TIER]), ticket)
-  tag(ticket[TIER], ticket[TENANT])
+  local queue = queue_of(ticket[TIER])
+  local before = first_before(queue, ticket)
+  take_out(queue, ticket)
+  tag(ticket[TIER], ticket[TENANT], before)
 end
 
 -- From so many on, tags that are not beyond the virtual time, and of whom nobody waits, are forgotten.
@@ -185,6 +319,7 @@ end
 local function queue_leave(ticket)
   local tier, tenant = ticket[TIER], ticket[TENANT]
   local t, queue = tiers[tier], queue_of(tier)
+  local before = first_before(queue, ticket)
   if not rules[R_BY_GAIN] then t[VIRTUAL] = max(t[VIRTUAL], ticket[START] or 0) end
   if not ticket[HAS_RETURNED] then
     local first = ticket_at(lane_of(queue, tenant), 1)
@@ -192,29 +327,36 @@ local function queue_leave(ticket)
     queue.finish[tenant] = finish
     forget_tags(tier, queue)
     if first ~= ticket and (not first[START] or first[START] < finish) then first[START], first.packed = finish, nil end
+    if ticket[USER] then charge_user(queue, ticket, first) end
   end
   take_out(queue, ticket)
-  tag(tier, tenant)
+  tag(tier, tenant, before)
 end
 
--- Growth of a tenant's lease, while others of the tier wait. Below 0: what it did not use is given back.
-local function queue_charge(tier, tenant, tokens, weight)
+-- Growth of a tenant's lease, while others of the tier wait; of its user's, while others of the tenant do. Below 0: what it did not
+-- use is given back.
+local function queue_charge(tier, tenant, tokens, weight, user)
   if not tier or tiers[tier][QUEUED] == 0 then return end
   local queue, virtual = queue_of(tier), tiers[tier][VIRTUAL]
   queue.finish[tenant] = max(virtual, max(virtual, queue.finish[tenant] or 0) + tokens / weight)
+  local lane = lane_of(queue, tenant)
+  local users, first = user and lane and queue.users[tenant], lane and ticket_at(lane, 1)
+  if users then grow_user(queue, tenant, user, tokens) end
   changed['q:' .. tier] = true
-  local lane = tokens < 0 and lane_of(queue, tenant)
-  local first = lane and ticket_at(lane, 1)
-  if first and first[START] then
-    first[START], first.packed = max(virtual, first[START] + tokens / weight), nil
-    tag(tier, tenant)
-  end
+  if tokens >= 0 or not first then return end
+  tag(tier, tenant, first) -- its user's turn may be before that of the one that was first
+  first = ticket_at(lane, 1)
+  first[START], first.packed = max(virtual, first[START] + tokens / weight), nil
+  tag(tier, tenant)
 end
 
--- Rule 9: whether a tenant had so much more than its part that it comes after all others.
+-- Rule 9: whether a tenant, or its user, had so much more than its part that it comes after all others.
 local function is_ahead(ticket)
-  local ahead = (queue_of(ticket[TIER]).finish[ticket[TENANT]] or 0) - tiers[ticket[TIER]][VIRTUAL]
-  return not ticket[HAS_RETURNED] and ahead * ticket[WEIGHT] > 2 * tiers[ticket[TIER]][LARGEST]
+  local queue = queue_of(ticket[TIER])
+  local ahead = ((queue.finish[ticket[TENANT]] or 0) - tiers[ticket[TIER]][VIRTUAL]) * ticket[WEIGHT]
+  local users = ticket[USER] and queue.users[ticket[TENANT]]
+  if users then ahead = max(ahead, (users[FINISH][ticket[USER]] or 0) - users[VIRTUAL_OF_USERS]) end
+  return not ticket[HAS_RETURNED] and ahead > 2 * tiers[ticket[TIER]][LARGEST]
 end
 
 -- By gain: the best of all that wait in a queue, earn something, and whose tenant is not ahead.

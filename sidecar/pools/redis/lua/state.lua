@@ -18,6 +18,7 @@ local ASKED_FOR_US = 2000000
 local LOOK_AGAIN_US = 100000
 local DECIDE_EVERY_US, FIRST_SHARE = 2000000, 100000
 local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE, MOST_KEPT = 9007199254740991, 1000, 1000000, 3600000, 1000, 32
+local MOST_AHEAD = 256
 
 -- Positions in packed arrays. `state` begins with these. CHOOSES: those in line look at their engines again; LEAST, MOST: what those
 -- in line need at least (tokens) and at most; NEXT: when time alone changes something, false while that is not known.
@@ -37,7 +38,8 @@ local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX
 local ID, TIER, TENANT, TOKENS, REQUESTS, PROMPT, WEIGHT, HITS, BARRED = 1, 2, 3, 4, 5, 6, 7, 8, 9
 local ARRIVED, NUMBER, GAIN, HAS_RETURNED, HINT, OWNER, START = 10, 11, 12, 13, 14, 15, 16
 local ENGINE, IN_LINE_SINCE, COUNT, COUNTED, ADMISSION, EXCESS, EXCESS_PROMPT, IS_IN_FLOOR, STAYS = 17, 18, 19, 20, 21, 22, 23, 24, 25
-local COST, BID_COST = 26, 15 -- of a ticket, and of a bid where its owner is then: what its tenant is charged for, false for its tokens
+local USER, PLACE, BID_USER = 26, 27, 15 -- within its tenant, whose users take turns, or false; in a bid where its owner is then
+local COST, BID_COST = 28, 16 -- what its tenant is charged for, false for its tokens; in a bid where its start is then
 local GAIN_WEIGHT, GAIN_TOKENS, GAIN_COST, GAIN_START_BY, GAIN_SLACK = 1, 2, 3, 4, 5
 local C_LAYOUT, C_WHO, C_NUMBER, C_KIND, C_CELLS, C_WHOLE, C_BID_COUNT, C_LEAVING, C_ACKS, C_BIDS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 local C_WITHDRAWN, C_CHARGES, C_OWES, C_ENGINES, C_CAPS, C_DRAINS, C_RULES, C_REPLACES = 11, 12, 13, 14, 15, 16, 17, 18

@@ -1,0 +1,270 @@
+"""Models that a tenant may use, and aliases for the engine: before one engine, several, and mounted."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from sidecar.app import AdmissionMiddleware
+from tests.fleet.named_engine import NamedEngine
+from tests.support.in_process import serving_sidecar
+from tests.support.late import anthropic, openai
+from tests.support.serving import serving
+
+pytestmark = pytest.mark.anyio
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+ALL, LLAMA_ONLY, ALIAS_ONLY = "sk-all", "sk-llama", "sk-alias"
+TENANTS = {ALL: '"*"', LLAMA_ONLY: 'llama-70b, "my-*", "gone*"', ALIAS_ONLY: "gpt-4o"}
+POLICY = """\
+engine: vllm
+mode: {mode}
+{engines}
+aliases: {{gpt-4o: {{as: llama-70b}}, claude-x: {{as: my-lora}}}}
+tiers: {{normal: {{}}}}
+sources: [header, endpoint, key]
+anonymous: deny
+tenants: tenants/*.yaml
+"""
+ONE, TWO, MODELS, MOUNTED = "one engine", "two engines", "a pool for each model", "mounted"
+LONG = pytest.mark.long
+
+
+class Stack:
+    """The sidecar's address, and its engines: the last has the model qwen, each other one llama-70b and my-lora."""
+
+    def __init__(self, url: str, engines: list[NamedEngine]) -> None:
+        self.url, self.engines = url, engines
+
+    def asked(self) -> list[str | None]:
+        """The models of all requests that reached an engine since the last call."""
+        found = [model for engine in self.engines for model in engine.asked]
+        for engine in self.engines:
+            engine.asked.clear()
+        return found
+
+    def client(self, key: str = ALL) -> Any:
+        return openai.AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=60)
+
+    async def send(self, method: str, path: str, key: str | None = ALL, body: bytes = b"", **more: str) -> Any:
+        """Status, headers, and the body."""
+        headers = {"content-type": "application/json", **({} if key is None else {"authorization": f"Bearer {key}"})}
+        sent = io.BytesIO(body) if body else None
+        async with (
+            aiohttp.ClientSession() as client,
+            client.request(method, self.url + path, data=sent, headers={**headers, **more}) as response,
+        ):
+            return response.status, response.headers, await response.read()
+
+    async def chat(self, model: Any, key: str, **more: Any) -> tuple[int, Any]:
+        body = {"messages": HELLO, "max_tokens": 2, **more, **({} if model is ... else {"model": model})}
+        status, _, answer = await self.send("POST", "/v1/chat/completions", key, json.dumps(body).encode())
+        return status, json.loads(answer)
+
+
+def write(folder: Path, engines: str, mode: str = "enforce") -> Path:
+    """The policy."""
+    (folder / "policy.yaml").write_text(POLICY.format(mode=mode, engines=engines))
+    (folder / "tenants").mkdir(exist_ok=True)
+    for number, (key, models) in enumerate(TENANTS.items()):
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        text = f'tenant: t{number}\nkeys: ["sha256:{digest}"]\ntier: normal\nmodels: [{models}]\n'
+        (folder / "tenants" / f"{number}.yaml").write_text(text)
+    return folder
+
+
+@asynccontextmanager
+async def stack(folder: Path, way: str, mode: str = "enforce") -> AsyncIterator[Stack]:
+    llama = NamedEngine("llama-70b", adapters=("my-lora",))
+    engines = {
+        ONE: [NamedEngine("llama-70b", "qwen", adapters=("my-lora",))],
+        TWO: [NamedEngine("llama-70b", "qwen", adapters=("my-lora",)) for _ in range(2)],
+        MODELS: [llama, NamedEngine("qwen")],
+        MOUNTED: [NamedEngine("llama-70b", "qwen", adapters=("my-lora",))],
+    }[way]
+    capacity = "capacity: {tokens: 20k, requests: 8}"
+    async with AsyncExitStack() as served:
+        if way == MOUNTED:
+            app = AdmissionMiddleware(engines[0], str(write(folder, capacity, mode)))
+            yield Stack((await served.enter_async_context(serving(app))).url, engines)
+            return
+        urls = [(await served.enter_async_context(serving(engine))).url for engine in engines]
+        if way == ONE:
+            path, upstream = write(folder, capacity, mode), urls[0]
+        else:
+            listed = ", ".join(f"{{name: e{place}, url: '{url}'}}" for place, url in enumerate(urls))
+            models = "models: {llama-70b: {engines: [e0], aliases: [my-lora]}, qwen: {engines: [e1]}}"
+            text = f"engines: {{static: [{listed}], {capacity}}}\n{models if way == MODELS else ''}"
+            path, upstream = write(folder, text, mode), None
+        sidecar = await served.enter_async_context(serving_sidecar(path, upstream))
+        yield Stack(sidecar[0], engines)
+
+
+@pytest.fixture(params=[ONE, pytest.param(TWO, marks=LONG), MODELS, MOUNTED])
+async def each_way(request: Any, tmp_path: Path) -> AsyncIterator[Stack]:
+    async with stack(tmp_path, request.param) as running:
+        yield running
+
+
+@pytest.fixture
+async def one(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with stack(tmp_path, ONE) as running:
+        yield running
+
+
+# -- models that a tenant may use
+
+
+async def test_a_model_that_is_not_allowed_is_answered_as_one_that_is_not_there(each_way: Stack) -> None:
+    for key, hidden in (
+        (LLAMA_ONLY, ("qwen", "gpt-4o", "LLAMA-70B", "llama-70b ")),
+        (ALIAS_ONLY, ("llama-70b", "qwen")),
+    ):
+        unknown = await each_way.chat("absent", key)
+        assert unknown[0] == 404
+        assert (unknown[1]["error"]["code"], unknown[1]["error"]["param"]) == ("model_not_found", "model")
+        for name in hidden:
+            status, answer = await each_way.chat(name, key)
+            assert (status, json.dumps(answer).replace(name, "absent")) == (404, json.dumps(unknown[1])), name
+    assert each_way.asked() == []
+
+
+async def test_the_list_shows_what_works_and_nothing_else(each_way: Stack) -> None:
+    everything = ["llama-70b", "my-lora", "qwen", "gpt-4o", "claude-x"]
+    for key, names in ((ALL, everything), (LLAMA_ONLY, ["llama-70b", "my-lora"]), (ALIAS_ONLY, ["gpt-4o"])):
+        async with each_way.client(key) as client:
+            assert sorted([model.id async for model in client.models.list()]) == sorted(names)
+            for name in everything:
+                if name in names:
+                    assert (await client.models.retrieve(name)).id == name
+                    answer = await client.chat.completions.create(model=name, messages=HELLO, max_tokens=2)
+                    assert answer.model == name
+                else:
+                    with pytest.raises(openai.NotFoundError):
+                        await client.models.retrieve(name)
+    _, _, body = await each_way.send("GET", "/v1/models", ALIAS_ONLY)
+    assert b"llama" not in body
+    assert b"lora" not in body
+    head = await each_way.send("HEAD", "/v1/models", ALIAS_ONLY)
+    assert (head[0], int(head[1]["content-length"]), head[2]) == (200, len(body), b"")
+    assert (await each_way.send("GET", "/v1/models", None))[0] == 401
+    for path in ("/v1/models/", "/v1//models", "/V1/models", "/v1/./models", "/v1/models/gpt-4o/.."):
+        assert b"llama" not in (await each_way.send("GET", path, ALIAS_ONLY))[2]
+
+
+async def test_what_only_counts_tokens_tells_no_more(each_way: Stack) -> None:
+    for name, status in (("qwen", 404), ("absent", 404), ("llama-70b", 200), ("", 200)):
+        body = json.dumps({"model": name, "prompt": "x"}).encode()
+        found, _, answer = await each_way.send("POST", "/tokenize", LLAMA_ONLY, body)
+        assert found == status, answer
+    secret = json.dumps({"model": "qwen", "prompt": "x"})
+    for body in (
+        secret.encode("utf-16"),
+        b'{"model": "llama-70b", ' + secret[1:].encode(),
+        secret.encode() + b"x" * 2**23,
+    ):
+        assert (await each_way.send("POST", "/tokenize", LLAMA_ONLY, body))[0] == 400
+    assert "qwen" not in each_way.asked()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, 'model: missing; send one of llama-70b, my-*, gone*'),
+        ({"model": ""}, 'model: missing; send one of llama-70b, my-*, gone*'),
+        ({"model": None}, 'model: missing; send one of llama-70b, my-*, gone*'),
+        ({"model": "llama-70b", "lora_path": "x"}, "lora_path: not allowed here; name the adapter as model"),
+        ({"model": "llama-70b", "lora_request": {}}, "lora_request: not allowed here; name the adapter as model"),
+    ],
+)  # fmt: skip
+async def test_a_body_that_may_mean_another_model_is_a_400(one: Stack, more: Any, said: str) -> None:
+    status, answer = await one.chat(more.pop("model", ...), LLAMA_ONLY, **more)
+    assert (status, answer["error"]["message"]) == (400, said)
+    assert one.asked() == []
+
+
+async def test_a_model_given_twice_is_a_400(one: Stack) -> None:
+    for twice in (b'"model": "qwen", "model": "llama-70b"', b'"mod\\u0065l": "qwen", "model": "llama-70b"'):
+        body = b"{%b, %b" % (twice, json.dumps({"messages": HELLO})[1:].encode())
+        status, _, answer = await one.send("POST", "/v1/chat/completions", LLAMA_ONLY, body)
+        assert (status, json.loads(answer)["error"]["message"]) == (400, "model: given twice; send it once")
+
+
+# -- aliases
+
+
+async def test_openais_client_sees_its_own_name(each_way: Stack) -> None:
+    async with each_way.client(ALIAS_ONLY) as client:
+        named: Any = {"model": "gpt-4o", "max_tokens": 3}
+        assert (await client.chat.completions.create(messages=HELLO, **named)).model == "gpt-4o"
+        assert (await client.completions.create(prompt="x", **named)).model == "gpt-4o"
+        assert (await client.embeddings.create(model="gpt-4o", input="x")).model == "gpt-4o"
+        for stream in (
+            await client.chat.completions.create(messages=HELLO, stream=True, **named),
+            await client.completions.create(prompt="x", stream=True, **named),
+        ):
+            models = [event.model async for event in stream]
+            assert len(models) > 2
+            assert set(models) == {"gpt-4o"}
+        asked = {"model": "gpt-4o", "input": "x", "max_output_tokens": 3}
+        assert (await client.responses.create(**asked)).model == "gpt-4o"
+        events = [event async for event in await client.responses.create(stream=True, **asked)]
+        assert {event.response.model for event in events if hasattr(event, "response")} == {"gpt-4o"}
+    assert each_way.asked() == ["llama-70b"] * 7
+
+
+@pytest.mark.long
+async def test_anthropics_client_sees_its_own_name(each_way: Stack) -> None:
+    async with anthropic.AsyncAnthropic(api_key=ALL, base_url=each_way.url, max_retries=0) as client:
+        named: Any = {"model": "claude-x", "max_tokens": 3, "messages": HELLO}
+        assert (await client.messages.create(**named)).model == "claude-x"
+        events = [event async for event in await client.messages.create(stream=True, **named)]
+        assert [event.message.model for event in events if event.type == "message_start"] == ["claude-x"]
+        counted = await client.messages.count_tokens(model="claude-x", messages=HELLO)
+        assert counted.input_tokens > 0
+        assert "claude-x" in [model.id async for model in client.models.list()]
+    assert each_way.asked() == ["my-lora"] * 3
+
+
+@pytest.mark.parametrize(
+    ("way", "mode"),
+    [
+        (ONE, "observe"),
+        (MOUNTED, "pass"),
+        *(pytest.param(way, mode, marks=LONG) for way, mode in ((ONE, "pass"), (MODELS, "observe"), (TWO, "pass"))),
+    ],
+)
+async def test_an_alias_works_in_every_mode_and_nothing_is_refused(tmp_path: Path, way: str, mode: str) -> None:
+    async with stack(tmp_path, way, mode) as running, running.client(ALIAS_ONLY) as client:
+        for name in ("gpt-4o", "llama-70b"):
+            answer = await client.chat.completions.create(model=name, messages=HELLO, max_tokens=3)
+            assert answer.model == name
+        stream = await client.chat.completions.create(model="gpt-4o", messages=HELLO, max_tokens=3, stream=True)
+        assert {event.model async for event in stream} == {"gpt-4o"}
+        assert running.asked() == ["llama-70b"] * 3
+        assert len([model async for model in client.models.list()]) == 5
+
+
+async def test_a_compressed_body_is_renamed(each_way: Stack) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"model": "gpt-4o", "messages": HELLO, "max_tokens": 2}),
+        ("/tokenize", {"model": "gpt-4o", "prompt": "x"}),
+    ):
+        packed = gzip.compress(json.dumps(body).encode())
+        status, _, answer = await each_way.send("POST", path, ALIAS_ONLY, packed, **{"content-encoding": "gzip"})
+        assert status == 200, answer
+    assert each_way.asked() == ["llama-70b", "llama-70b"]
+
+
+async def test_a_body_that_names_an_alias_twice_reaches_the_engine_with_one_name(one: Stack) -> None:
+    body = b'{"model": "qwen", "model": "gpt-4o", %b' % json.dumps({"messages": HELLO, "max_tokens": 2})[1:].encode()
+    status, _, answer = await one.send("POST", "/v1/chat/completions", ALL, body)
+    assert (status, json.loads(answer)["model"], one.asked()) == (200, "gpt-4o", ["llama-70b"])
