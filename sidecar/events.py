@@ -79,7 +79,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     `preemptible` says that what it is admitted with may be taken back until its first byte goes out; `downgraded_from`
     is the tier it would have had, had its tenant not been over its limits. `expected` is None where no output length is
     learned. One that `is_deferred` has a deadline, and waits for as long as it may. `risen_from` is in the record of
-    one that rose.
+    one that rose. `user` is the tenant's user as it may be shown, empty for an unknown one.
     """
 
     at_us: int
@@ -98,6 +98,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     expected: Expectation | None = None
     risen_from: str | None = None
     is_deferred: bool = False
+    user: str | None = None
 
 
 class Obstacle(str, Enum):

@@ -267,6 +267,7 @@ def _classified(
         downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
         expected=None if request.expected is None else request.expected.expectation(payload),
         is_deferred=request.deadline_us is not None,
+        user=None if classification.user is None else classification.user.shown,
     )
 
 

@@ -34,6 +34,7 @@ from sidecar.errors import (
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import SLO_HEADERS, Objective, asked_slo
 from sidecar.identity.classify import Asked, Classification
+from sidecar.identity.users import UNKNOWN_USER, find_user
 from sidecar.lengths.lease_size import Expected, LeaseSizes
 from sidecar.lengths.token_estimates import tokens_to_hold
 from sidecar.payload.decode import Payload, decode
@@ -156,10 +157,14 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
-        cost = self.token_cost
         accounts: tuple[Account, ...] = (tenant.account,) if tenant.limits.are_counted else ()
         if self.beside:
             accounts += tuple(account for account in self.beside if account.limits.are_counted)
+        user, users, cost = None, tenant.users, self.token_cost
+        if users is not None:
+            name = (self.classification.user or UNKNOWN_USER).key
+            user = name if users.fair else None
+            accounts += (users.account(tenant.name, name),) if users.limits.are_counted else ()
         return Ask(
             tier=self.classification.level,
             tenant=tenant.name,
@@ -176,6 +181,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
             gain=self.gain,
             is_deferred=self.deadline_us is not None,
             cost=None if cost is None else RequestCost(cost, self.prompt_tokens * self.payload.choices),
+            user=user,
         )
 
     def longest_wait_s(self, policy: Policy) -> float | None:
@@ -358,6 +364,8 @@ class RequestIntake(msgspec.Struct, eq=False):
             if not policy.forward_key:
                 stripped = (*stripped, *(place.encode() for place in self._unread_keys))
         classification, objective, deadline_us = self._promised(classification)
+        if tenant.users is not None:
+            classification = replace(classification, user=find_user(tenant, headers, payload.body))
         self.classification = classification
         added = snapshot.credentials.added
         request = SizedRequest(

@@ -16,7 +16,7 @@ from sidecar.admission.responses import REQUEST_ID, request_id, send_error
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
 from sidecar.identity.issuer_keys import with_keys
 from sidecar.policy.declared import figures
-from sidecar.policy.tenant import Account, AccountLimits, Tenant
+from sidecar.policy.tenant import Account, RateLimits, Tenant
 from sidecar.pools.base import TenantUse
 from sidecar.tenants.tenant_usage import BudgetView
 
@@ -187,7 +187,7 @@ def _pools(controller: AdmissionController, tenant: Tenant) -> dict[str, Admissi
     return {name: controller.controllers[model] for model, name in found.items()}
 
 
-def _by_minute(limits: AccountLimits, left: RemainingLimits | None) -> tuple[LimitView | None, LimitView | None]:
+def _by_minute(limits: RateLimits, left: RemainingLimits | None) -> tuple[LimitView | None, LimitView | None]:
     """The limits of requests and of tokens, with what is left of them; None: not known."""
     return (
         _limit(limits.requests_per_minute, None if left is None else left.requests),
@@ -196,7 +196,7 @@ def _by_minute(limits: AccountLimits, left: RemainingLimits | None) -> tuple[Lim
 
 
 async def _left(controller: AdmissionController, account: Account) -> RemainingLimits | None:
-    return await controller.pool.allowance(*account) if account.limits.are_counted else None
+    return await controller.pool.allowance(account.name, account.limits) if account.limits.are_counted else None
 
 
 def _budget(view: BudgetView | None) -> BudgetView | None:

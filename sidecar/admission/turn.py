@@ -192,7 +192,7 @@ class Turn(msgspec.Struct, eq=False):
         try:
             if deadline_us is not None and deadline_us <= self._pool.now_us():
                 raise DeadlinePassed("the deadline had passed when the request came; send it with a later one")
-            if self.budgets is not None and (beside or tenant.limits.have_budgets):
+            if self.budgets is not None and (beside or tenant.limits.budgets):
                 ask = self.budgets.within(ask, tenant, self._pool, beside)
                 level = ask.tier
             self._lease = lease = await self._pool.enter(ask)

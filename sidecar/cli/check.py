@@ -330,7 +330,7 @@ def _limits(policy: Policy, tenant: Tenant) -> str:
         parts.append(f"{tenant.limits.max_output_tokens:,} tokens in one answer (a request for more gets a 400)")
     for model, limits in tenant.limits.models.items():
         parts.append(f"of model {model} {', '.join(_counted_limits(limits)) or 'any number'}")
-    if any(account.limits.are_counted or account.limits.have_budgets for account in tenant.accounts):
+    if any(account.limits.are_counted or account.limits.budgets for account in tenant.accounts):
         lower = tenant.downgrade_level
         parts.append("over them 429" if lower is None else f"over them tier {policy.tiers[lower].name}")
     return "; ".join(parts)

@@ -181,6 +181,13 @@ class PoolFigures(msgspec.Struct, frozen=True):
         Amount,
         amounts("admission.capacity", "Tokens that the pool has.", "Requests that the pool has room for.", Over.POOL),
     ]
+    wanted: Annotated[
+        float | None,
+        gauge(
+            "admission.capacity.wanted",
+            "How many times the room of the ready engines is wanted, of the whole pool and smoothed over a minute.",
+        ),
+    ] = None
     aborting: Annotated[
         Amount,
         amounts(

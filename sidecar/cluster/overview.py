@@ -31,6 +31,7 @@ from sidecar.engines.view import Amount
 from sidecar.events import Refused
 from sidecar.policy.choices import Mode
 from sidecar.pools import StoreError
+from sidecar.pools.wanted import SmoothedDemand
 from sidecar.tasks import end, is_set_within
 from sidecar.telemetry.request_record import RequestRecord
 
@@ -119,6 +120,8 @@ class PoolOverview:
         self._news = asyncio.Event()
         self._engine_lists = EngineLists()
         self._guards = GuardHistory()
+        self._demand = SmoothedDemand()
+        self._wanted: float | None = None
         self._host = socket.gethostname()
         self._peers = PeerReports()
         self._trouble: str | None = None
@@ -160,6 +163,21 @@ class PoolOverview:
         if self._made is None or not 0 <= at_s - self._made.at_s < FRESH_S:
             self._made = self._overview(at_s)
         return self._made
+
+    def wanted(self) -> float | None:
+        """How many times the room of the pool's ready engines is wanted, smoothed. Asked for at each report, too.
+
+        None while all requests pass: they take no room that is counted. While the store does not answer, as it was.
+        """
+        policy = self._sources.policy()
+        if policy.mode is Mode.PASS:
+            return None
+        others = [it.report for it in self._others(self._now_s()) if it.report.mode == policy.mode.value]
+        queued = [sum_waits(tier.name, others).queued for tier in policy.tiers]
+        demand = self._sources.pool.demand([(it.tokens or 0, it.requests or 0) for it in queued])
+        if demand is not None:
+            self._wanted = self._demand.note(demand, self._sources.pool.now_us())
+        return self._wanted
 
     def observed(self) -> ObservedReport:
         """The dry-run report of this process."""
@@ -277,6 +295,7 @@ class PoolOverview:
         while True:
             try:
                 is_shared = await self._share()
+                self.wanted()
             except Exception:
                 is_shared = False
                 self._report_defect()

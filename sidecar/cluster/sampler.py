@@ -43,12 +43,17 @@ class PoolSampler:
     """Takes a `PoolSample` in the pool's event loop, from any thread.
 
     It is a listener: each request says which loop that is. `generations` is how many different policies the pool's
-    replicas run.
+    replicas run, `wanted` how many times the pool's room is wanted.
     """
 
-    def __init__(self, sources: Sources, generations: Callable[[], int] = lambda: 1) -> None:
+    def __init__(
+        self,
+        sources: Sources,
+        generations: Callable[[], int] = lambda: 1,
+        wanted: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._sources = sources
-        self._generations = generations
+        self._generations, self._wanted = generations, wanted
         self._loop: asyncio.AbstractEventLoop | None = None
         self._latest: PoolSample | None = None
         self.handlers: EventHandlers = {Received: self._note_loop}
@@ -99,6 +104,7 @@ class PoolSampler:
         return PoolFigures(
             policy.generation,
             Amount(**state["capacity"]),
+            wanted=self._wanted(),
             aborting=Amount(tokens, requests),
             replicas=state.get("store", {}).get("replicas"),
             generations=self._generations() if "store" in state else None,

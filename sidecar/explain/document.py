@@ -26,6 +26,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
     max_output_tokens: int | None
     downgraded_from: str | None = None
     risen_from: str | None = None
+    user: str | None = None
 
 
 class SizeDetails(Expectation, frozen=True):

@@ -73,7 +73,8 @@ def _who(story: Explanation) -> Iterator[Step]:
         f"; {asked.downgraded_from} within its tenant's limits, which it was over" if asked.downgraded_from else ""
     )
     risen = f"; it rose from {asked.risen_from}, as its deadline came near" if asked.risen_from else ""
-    yield Step("asked by", f"tenant {asked.tenant}")
+    user = "" if asked.user is None else f", user {asked.user}" if asked.user else ", no user named"
+    yield Step("asked by", f"tenant {asked.tenant}{user}")
     yield Step("tier", f"{asked.tier}, by {_SOURCES.get(asked.source, asked.source)}{clamped}{lowered}{risen}")
     model = "" if asked.model is None else f" of {asked.model}"
     kind = f"{asked.api}{model}, {'streamed' if asked.stream else 'not streamed'}"

@@ -27,6 +27,7 @@ from sidecar.engines.registry import client_members
 from sidecar.errors import AdmissionError, InvalidApiKey, InvalidToken, TenantsUnavailable, UnknownTenant, UnknownTier
 from sidecar.events import Headers
 from sidecar.identity.tokens import TokenVerifier, is_token
+from sidecar.identity.users import RequestUser
 from sidecar.payload.decode import Payload
 from sidecar.policy.choices import StoredTenants, TierSource
 from sidecar.policy.endpoint import Endpoint
@@ -116,8 +117,8 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
 
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
     tenant's limits, where the request is over them, `risen_from` the level that a request with a deadline had before it
-    rose. `ignored` lists the client's priority fields and headers that did
-    not count, as a client writes them, and where a key is that was not read.
+    rose. `ignored` lists the client's priority fields and headers that did not count, as a client writes them, and
+    where a key is that was not read. `user` is None where the tenant does not tell its users apart.
     """
 
     tenant: Tenant
@@ -127,6 +128,7 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     ignored: tuple[str, ...]
     downgraded_from: int | None = None
     risen_from: int | None = None
+    user: RequestUser | None = None
 
     def charged(self, level: int) -> Classification:
         """With the level that the pool charges, or whose queue is full. It rose to a better one."""

@@ -63,6 +63,13 @@ class Background(str, Enum):
     HOLD = "hold"
 
 
+class ShownUsers(str, Enum):
+    """How explain and the log show a tenant's users: by a hash of the name, or by the name."""
+
+    HASHED = "hashed"
+    PLAIN = "plain"
+
+
 class Order(str, Enum):
     """Order of the requests beyond their tiers' floors: the aged level, or the service gain."""
 

@@ -51,6 +51,7 @@ _MEMBER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _RESERVED_HEADERS = frozenset(
     ("authorization", "x-api-key", "api-key", "host", "content-length", "transfer-encoding", "connection")
 )
+_BODY_PATH = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,3}", re.ASCII)
 _URL_PATH = re.compile(r"/[!-~]*")
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # no #, / or colon: it goes into ids, paths and labels
@@ -275,6 +276,16 @@ def _header(value: object) -> bytes:
     if name.lower() in _RESERVED_HEADERS:
         raise ValueError(f"{quoted(name)} has a meaning of its own; write another name, such as x-priority")
     return name.lower().encode("ascii")
+
+
+def _user_source(value: object) -> str:
+    text = units.text(value, "a place", "header x-user-id")
+    kind, _, name = text.partition(" ")
+    if kind == "header" and name:
+        return f"header {_header(name).decode()}"
+    if kind == "body" and _BODY_PATH.fullmatch(name):
+        return text
+    raise ValueError(f'{quoted(text)} is no place of a user\'s name; write "header NAME" or "body FIELD"')
 
 
 def _alone(origins: tuple[str, ...]) -> tuple[str, ...]:
@@ -513,6 +524,11 @@ UrlPath = Annotated[str, Reads(_url_path, schema("A path on the server.", patter
 EngineUrl = Annotated[str, Reads(engine_url, schema("An address: http://a:8000.", pattern="^https?://"))]
 Service = Annotated[ServiceName, Reads(_service, schema("A host and its port, or the name of SRV records."))]
 HeaderName = Annotated[bytes, Reads(_header, _NAME)]
+UserSources = Annotated[
+    tuple[Annotated[str, Reads(_user_source, schema("A place."))], ...],
+    listed('["header x-user-id", "body user"]'),
+    AfterValidator(distinct),
+]
 MemberName = Annotated[bytes, Reads(_member, schema("A member's name."), str.encode)]
 ExistingFile = Annotated[str, Reads(_existing_file, schema("A file, relative to this one."))]
 EngineListAt = Annotated[str, Reads(_engine_list, schema("A file, relative to this one."))]

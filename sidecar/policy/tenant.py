@@ -7,23 +7,20 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, NamedTuple
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from sidecar.policy import fields as of
+from sidecar.policy.choices import ShownUsers
 from sidecar.policy.declared import OrDefault, ReadAs, declared, key
 
 
 @dataclass(frozen=True, slots=True)
 @declared
-class AccountLimits:
-    """Limits of one account, such as a tenant's at one model. Each is unlimited if left out."""
+class RateLimits:
+    """Limits of what comes in a minute, and at once. Each is unlimited if left out."""
 
     requests_per_minute: of.RateCount | None = key(None, "Requests per minute.", 600)
     tokens_per_minute: of.RateCount | None = key(None, "Tokens per minute, prompts and answers.", "200k")
-    tokens_per_day: of.BudgetCount | None = key(
-        None, "Tokens per day, prompts and answers, from midnight to midnight in UTC. It needs a store.", "20M"
-    )
-    tokens_per_month: of.BudgetCount | None = key(None, "Tokens per calendar month, in UTC. It needs a store.", "400M")
     concurrent_requests: of.PositiveCount | None = key(None, "Requests at once, waiting or running.", 32)
     burst_us: of.Burst = key(
         "60s",  # what a client reads out of `x-ratelimit-limit-*`: that so many may come, at once too
@@ -41,9 +38,26 @@ class AccountLimits:
         )
 
     @property
-    def have_budgets(self) -> bool:
-        """True if the tenant has a budget of tokens for a day or a month, in UTC."""
-        return self.tokens_per_day is not None or self.tokens_per_month is not None
+    def budgets(self) -> Mapping[str, int]:
+        """Tokens by `day` and `month`, in UTC."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class AccountLimits(RateLimits):
+    """Limits of one account, such as a tenant's at one model. Each is unlimited if left out."""
+
+    tokens_per_day: of.BudgetCount | None = key(
+        None, "Tokens per day, prompts and answers, from midnight to midnight in UTC. It needs a store.", "20M"
+    )
+    tokens_per_month: of.BudgetCount | None = key(None, "Tokens per calendar month, in UTC. It needs a store.", "400M")
+
+    @property
+    def budgets(self) -> Mapping[str, int]:
+        """See `RateLimits`."""
+        found = {"day": self.tokens_per_day, "month": self.tokens_per_month}
+        return {period: tokens for period, tokens in found.items() if tokens is not None}
 
 
 _ByModel = Annotated[dict[of.ModelName, AccountLimits], of.mapped("{llama-70b: {tokens_per_minute: 50k}}")]
@@ -68,6 +82,7 @@ class Limits(AccountLimits):
 
 NO_LIMITS = Limits()
 """The limits of every tenant that has none."""
+NO_RATE_LIMITS = RateLimits()
 
 
 class Account(NamedTuple):
@@ -78,13 +93,56 @@ class Account(NamedTuple):
     """
 
     name: str
-    limits: AccountLimits
+    limits: RateLimits
+    most: int = 0
+    """Of its kind so many are kept, those that were used last; 0 for all."""
 
 
 def account_text(name: str) -> str:
     """An account as a sentence names it: `tenant acme (model llama-70b)`."""
     tenant, _, beside = name.partition(" ")
     return f"tenant {tenant} ({beside})" if beside else f"tenant {tenant}"
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class Users:
+    """A tenant's end users: where a request names one, and what each may have of the tenant's share."""
+
+    sources: of.UserSources = key(
+        ["header x-user-id", "body user", "body safety_identifier", "body metadata.user_id"],
+        "Where a request names its user: `header NAME` or `body FIELD`, the first that does.",
+        ["header x-user-id", "body user"],
+        name="from",
+    )
+    fair: of.Flag = key(
+        True,
+        "Users who wait take turns, by tokens. All requests that name none count as one user.",
+    )
+    limits: Annotated[RateLimits, OrDefault(NO_RATE_LIMITS)] = key(
+        None, "Limits of each user, beside the tenant's own. Default: none."
+    )
+    most: of.PositiveCount = key(
+        "10k",  # a few MB in the store
+        "The most users whose use of their limits is remembered: those who came last.",
+        "50k",
+        name="max",
+    )
+    shown: Annotated[ShownUsers, of.Choice(ShownUsers)] = key(
+        "hashed", "How explain and the log show a user: `hashed`, or `plain` for the name."
+    )
+
+    @model_validator(mode="after")
+    def _do_something(self) -> Users:
+        if not (self.fair or self.limits.are_counted):
+            raise ValueError(
+                "with `fair: false` and without limits it does nothing; write one of them, or leave it out"
+            )
+        return self
+
+    def account(self, tenant: str, user: str) -> Account:
+        """A user's account, beside its tenant's."""
+        return Account(f"{tenant} user {user or 'unknown'}", self.limits, self.most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +176,7 @@ class Tenant:
     downgrade_level: of.OverLimit | None = key(
         None, "Over a limit: `reject` (the default), or {downgrade: TIER}.", name="over_limit"
     )
+    users: Users | None = key(None, "Its end users, if they are told apart.")
 
     @property
     def account(self) -> Account:
@@ -137,7 +196,7 @@ class Tenant:
     @property
     def has_budgets(self) -> bool:
         """True if an account of it has a budget."""
-        return any(account.limits.have_budgets for account in self.accounts)
+        return any(account.limits.budgets for account in self.accounts)
 
     def may_use(self, model: str) -> bool:
         """True if its requests may name this model. Names are compared as they are, also in their case."""

@@ -445,7 +445,7 @@ def _tenants(policy: Policy) -> Found:
                 near = suggestion(model, list(policy.models), "the models are") if policy.models else "it names none"
                 yield at, f"limits nothing: the pool's file has no model of this name under models; {near}"
         if tenant.downgrade_level is not None and not any(
-            account.limits.are_counted or account.limits.have_budgets for account in tenant.accounts
+            account.limits.are_counted or account.limits.budgets for account in tenant.accounts
         ):
             yield (*path, "over_limit"), "does nothing without limits by the minute or at once; add some, or remove it"
 

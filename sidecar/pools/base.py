@@ -48,7 +48,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     engines, by their ids, are predicted to have, at most 8 pairs; `barred` are the names of engines that broke it.
 
     `gain` are its figures in a pool that orders by gain; None where its tier has no objectives. One that `is_deferred`
-    has a deadline, and waits for as long as it may: no figure of its tier's waits counts it.
+    has a deadline, and waits for as long as it may: no figure of its tier's waits counts it. `user` is its end user
+    within the tenant, None where the tenant's users take no turns.
 
     `cost` has the weights of its tokens in limits and fair shares; None where each counts as one.
     """
@@ -69,6 +70,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     gain: TicketGain | None = None
     is_deferred: bool = False
     cost: RequestCost | None = None
+    user: str | None = None
 
     @property
     def charged_tokens(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from sidecar.pools.calls import BIDS_SHOWN, Bid, Reply, TierHeld, Withdrawn
+from sidecar.pools.calls import BIDS_SHOWN, Bid, LeaseGrowth, Reply, TierHeld, Withdrawn
 from sidecar.scheduling.best import BestByGain
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.tickets import LanePlace, Ticket
@@ -132,23 +132,30 @@ class Bids:
                 return ticket
         return None
 
-    def charge(self, tier: int, tenant: str, tokens: int, weight: int, user: str | None = None) -> None:
-        """Growth of a tenant's lease, while others of the tier wait; of its user's, while others of the tenant do.
+    def charge(self, lease: Ticket, tokens: int) -> LeaseGrowth:
+        """Growth of a lease: charged to its tenant while others of the tier wait, to its user while others of that do.
 
-        Below 0 what it did not use.
+        Below 0 it is what the lease did not use. Returns it for the ledger.
         """
-        held = self._tiers[tier]
-        if held.queue or not self._lined.issuperset(held.shown):
-            held.queue.charge(tenant, tokens, weight, user)
-            shown = [it for bid, it in held.shown.items() if it.tenant == tenant and self._is_tagged(bid, it)]
+        tier, tenant, weight, user = self._tiers[lease.tier], lease.tenant, lease.weight, lease.user
+        if tier.queue or not self._lined.issuperset(tier.shown):
+            tier.queue.charge(tenant, tokens, weight)
+            shown = [it for bid, it in tier.shown.items() if it.tenant == tenant and self._is_tagged(bid, it)]
             if shown:
+                tier.queue.put_behind(tenant)
                 first = min(shown, key=lambda it: it.lane_place)
-                held.queue.put_behind(tenant)
-                self._shift(held, tenant, first.lane_place, tokens / weight)
+                self._shift(tier, tenant, first.lane_place, tokens / weight)
                 if tokens < 0:
-                    first.start = max(held.queue.virtual, (first.start or 0.0) + tokens / weight)
-            if own := [it.lane_place for it in shown if it.user == user and user is not None]:
-                self._shift_user(held, tenant, user, min(own), tokens)
+                    first.start = max(tier.queue.virtual, (first.start or 0.0) + tokens / weight)
+            users = None if user is None else tier.queue.users.get(tenant)
+            if users is not None and (own := [it.lane_place for it in shown if it.user == user]):
+                self._shift_user(tier, tenant, user, min(own), tokens)
+            elif users is not None and (shown or users.lane):
+                if tokens < 0:
+                    tier.queue.charge_user(tenant, user, tokens)
+                else:
+                    users.grow(user, tokens)
+        return LeaseGrowth(tier.name, tenant, tokens, weight, 0, user)
 
     def has_paid(self, ticket: Ticket) -> bool:
         """True if the tags have its charge still: others waited when it left, and none has let them start afresh."""
@@ -265,7 +272,7 @@ class Bids:
     def _shift_user(self, tier: _Tier, tenant: str, user: str | None, after: LanePlace, tokens: int) -> None:
         """Moves the places of what a user has after one of them."""
         for bid, ticket in tier.shown.items():
-            is_own = ticket.tenant == tenant and ticket.user == user
+            is_own = (ticket.tenant, ticket.user) == (tenant, user)
             if is_own and ticket.lane_place > after and self._is_tagged(bid, ticket):
                 ticket.place += tokens
         tier.queue.charge_user(tenant, user, tokens)
@@ -299,7 +306,9 @@ class Bids:
                 return False
             if not uncharged:
                 uncharged.append(self._uncharged(tier))
-            return queue.is_ahead(ticket, uncharged[0].get(ticket.tenant, 0.0))
+            who = ticket.tenant, ticket.user
+            own = [it for bid, it in tier.shown.items() if (it.tenant, it.user) == who and self._is_tagged(bid, it)]
+            return queue.is_ahead(ticket, uncharged[0].get(ticket.tenant, 0.0), sum(it.tokens for it in own))
 
         ticket = tier.by_gain.find(now_us, is_ahead)
         shown = tier.shown.get(tier.best) if tier.best is not None else None

@@ -259,7 +259,7 @@ class Metered(msgspec.Struct, array_like=True, frozen=True):
 
     `number` is its bid's, `tenant` the account: its tenant's, or one beside it. Those about one request follow each
     other: it is charged to all of its accounts, or to none. Without `charges` it is only a question. None: there is no
-    such limit.
+    such limit. `most`: so many accounts of its kind are kept, 0 for all.
     """
 
     number: int
@@ -270,6 +270,7 @@ class Metered(msgspec.Struct, array_like=True, frozen=True):
     tokens_per_minute: int | None
     concurrent: int | None
     burst_us: int
+    most: int = 0
 
 
 class ChargeSettled(msgspec.Struct, array_like=True, frozen=True):

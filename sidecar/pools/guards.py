@@ -60,11 +60,13 @@ def mirror(scheduler: Scheduler, level: int, held: GuardHeld) -> None:
     if guarded is not None:
         guarded.share, guarded.decided_us = Fraction(held.share_ppm or PPM, PPM), held.decided_us
         guarded.met, guarded.missed, guarded.has_kept_out = held.met, held.missed, held.has_kept_out
+        guarded.state = held.state
 
 
 class GuardFigures(NamedTuple):
     """A guarded tier. Less important requests may fill the pool to `share` of it: they hold `below` of it, all `total`.
 
+    `usable`: no larger share is known to be too much. It is `share`, or where that failed last.
     `met` and `missed` count what this process has seen since it began. `is_in_vain`: the SLO was missed at all
     decisions of the last `SURE_AFTER_US` though a smaller share could not have helped, whoever decided.
     """
@@ -76,6 +78,7 @@ class GuardFigures(NamedTuple):
     met: int
     missed: int
     is_in_vain: bool
+    usable: float = 1.0
 
 
 class MemberGuard:
@@ -187,7 +190,9 @@ class MemberGuard:
             met, missed = self._seen.get(guarded.level, (0, 0))
             name = self._rules.tiers[guarded.level].name
             in_vain = now_us < self._in_vain_until_us.get(name, 0)
-            found.append(GuardFigures(name, float(guarded.share), below, total, met, missed, in_vain))
+            share = float(guarded.share)
+            usable = max(share, guarded.state[1]) if len(guarded.state) == _STATE_SIZE else 1.0
+            found.append(GuardFigures(name, share, below, total, met, missed, in_vain, usable))
         return found
 
     @property

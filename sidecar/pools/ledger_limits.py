@@ -60,6 +60,8 @@ def _settle(limiter: RateLimiter, settled: ChargeSettled, now_us: int) -> None:
 def _verdicts(limiter: RateLimiter, asked: Sequence[Metered], now_us: int) -> Sequence[MeterVerdict]:
     """The verdicts on the questions about one request: it is charged to all of its accounts, or to none."""
     limits = [_limits(metered) for metered in asked]
+    for metered in asked:
+        limiter.keep_within(metered.tenant, metered.most)
     overs = [limiter.over(it.tenant, of, it.tokens, now_us) for it, of in zip(asked, limits, strict=True)]
     is_within, found = not any(overs), []
     for metered, of, over in zip(asked, limits, overs, strict=True):

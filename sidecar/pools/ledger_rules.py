@@ -61,5 +61,6 @@ def new_ticket(ask: Ask, number: int, arrived_us: int) -> Ticket:
         "",
         number,
         ask.gain,
+        user=ask.user,
         cost=ask.fair_cost,
     )

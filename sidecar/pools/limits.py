@@ -36,7 +36,7 @@ def metered(number: int, account: Account, tokens: int, *, charges: bool) -> Met
     """The question about one request and one of its accounts for the ledger."""
     limits = account.limits
     of = limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests, limits.burst_us
-    return Metered(number, account.name, tokens, charges, *of)
+    return Metered(number, account.name, tokens, charges, *of, account.most)
 
 
 def remaining(judged: Judged, *, is_downgraded: bool = False) -> RemainingLimits:

@@ -24,7 +24,6 @@ from sidecar.pools.calls import (
     EngineConfig,
     EngineView,
     Kind,
-    LeaseGrowth,
     LedgerRules,
     Owed,
     Reply,
@@ -157,11 +156,9 @@ class Member:
 
     def charge(self, lease: ScheduledLease, tokens: int, now_us: int) -> None:
         """The tenant of a lease is charged for so many tokens more (rule 2); below 0: gets them back, if it paid."""
-        ticket, tenant, weight, user = lease.ticket, lease.ticket.tenant, lease.ticket.weight, lease.ticket.user
-        if (self._near and not self._bids) or (tokens < 0 and not self._bids.has_paid(ticket)):
+        if (self._near and not self._bids) or (tokens < 0 and not self._bids.has_paid(lease.ticket)):
             return
-        self._news.append(NewsItem(LeaseGrowth(self._names[ticket.tier], tenant, tokens, weight, 0, user)))
-        self._bids.charge(ticket.tier, tenant, tokens, weight, user)
+        self._news.append(NewsItem(self._bids.charge(lease.ticket, tokens)))
         self._call_by(now_us + self._lazy_us)
 
     def first_byte(self, lease: ScheduledLease, now_us: int) -> None:

@@ -12,11 +12,11 @@ from sidecar.errors import RemainingLimits
 from sidecar.events import Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.policy.tenant import Account, AccountLimits
+from sidecar.policy.tenant import Account, RateLimits
 from sidecar.pools.base import Ask, Clock, Grant, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.engine_reports import engine_figures, engine_obstacle, engine_state
 from sidecar.pools.engine_size import EngineSize
-from sidecar.pools.engines import EngineFigures, EngineOffer
+from sidecar.pools.engines import EngineFigures, EngineOffer, sum_figures
 from sidecar.pools.guards import GuardFigures
 from sidecar.pools.ledger_link import Link
 from sidecar.pools.ledger_rules import new_ticket
@@ -28,6 +28,7 @@ from sidecar.pools.pool_requests import PoolRequests
 from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_words, pool_state
 from sidecar.pools.store_status import StoreStatus
 from sidecar.pools.store_watch import StoreWatch
+from sidecar.pools.wanted import Demand, demand
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 from sidecar.scheduling.guarded import largest_share
 
@@ -191,7 +192,28 @@ class ReportedPool:
         queues = self._requests.queues()
         return rules, [TierUsage(*amount[:2], *waiting) for amount, waiting in zip(held, queues, strict=True)]
 
-    async def allowance(self, tenant: str, limits: AccountLimits) -> RemainingLimits | None:
+    def demand(self, elsewhere: Sequence[tuple[int, int]] = ()) -> Demand | None:
+        """Room that is wanted, for those that scale the engines; None while the ledger does not answer.
+
+        `elsewhere`: the tokens and requests of each tier that wait in other replicas. Without its store a replica
+        compares what it has itself with its part of the pool.
+        """
+        if self._link.is_shared and self._is_held_up():
+            return None
+        rules: PoolRules | None
+        rules, usage = self._usage()
+        if self.status.state is StoreState.DIVIDED:
+            return demand(rules, usage, self.guards())
+        if self._has_names:
+            ready = [(engine.tokens, engine.requests) for engine in self.engines() if engine.takes_new]
+            sizes = map(sum_figures, zip(*ready, strict=True))  # whole, also in a slow start
+            rules = self._sizes.policy.rules_for(*sizes) if ready else None
+        if elsewhere:
+            both = zip(usage, elsewhere, strict=True)
+            usage = [TierUsage(*own[:2], own[2] + other[0], own[3] + other[1]) for own, other in both]
+        return demand(rules, usage, self.guards())
+
+    async def allowance(self, tenant: str, limits: RateLimits) -> RemainingLimits | None:
         """Rest of a tenant's limits, in all processes that share the pool. None where that is not known now."""
         self._run()
         if self._member.mode is not MemberMode.SHARED:

@@ -164,7 +164,7 @@ class PoolRequests:
             promised = self.places.promised(ask, queued, now_us)
             if promised is None or tenants.is_within_share(ask.tenant, ask.weight, most, promised):
                 return None
-        elif (displaced := tenants.displaced(ask.tenant, ask.weight, most)) is not None:
+        elif (displaced := tenants.displaced(ask, most)) is not None:
             return displaced
         raise self.queue_full(ask, now_us)
 

@@ -14,7 +14,7 @@ MOST_LOOKS = 64
 
 
 TENANTS_LOOKED_AT = 8
-"""So many tenants that were ahead are looked at in one search, one after the other: they may be so no more."""
+"""So many tenants, or users, that were ahead are looked at in one search, in turn: they may be so no more."""
 
 
 class BestByGain:
@@ -29,7 +29,7 @@ class BestByGain:
         self._heap: list[tuple[int, tuple[int, str, int], int, Ticket]] = []
         self._old: list[tuple[int, tuple[int, str, int], int, Ticket]] = []
         self._pushes = 0
-        self._ahead: dict[str, list[Ticket]] = {}
+        self._ahead: dict[tuple[str, str | None], list[Ticket]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._heap or self._old or self._ahead)
@@ -40,13 +40,13 @@ class BestByGain:
             self._push(ticket, ticket.gain.earned_after(0))
 
     def find(self, now_us: int, is_ahead: Callable[[Ticket], bool]) -> Ticket | None:
-        """The best that earns something, and whose tenant is not ahead."""
-        for tenant in [*islice(self._ahead, TENANTS_LOOKED_AT)]:
-            tickets = self._ahead.pop(tenant)
+        """The best that earns something, and whose tenant and user are not ahead."""
+        for who in [*islice(self._ahead, TENANTS_LOOKED_AT)]:
+            tickets = self._ahead.pop(who)
             for _ in range(0 if is_ahead(tickets[0]) else min(len(tickets), MOST_LOOKS)):
                 self.add(tickets.pop())
             if tickets:
-                self._ahead[tenant] = tickets
+                self._ahead[who] = tickets
         for _ in range(MOST_LOOKS):
             heap = min((heap for heap in (self._heap, self._old) if heap), default=None)
             if heap is None:
@@ -59,7 +59,7 @@ class BestByGain:
                 return ticket
             heapq.heappop(heap)
             if is_behind:
-                self._ahead.setdefault(ticket.tenant, []).append(ticket)
+                self._ahead.setdefault((ticket.tenant, ticket.user), []).append(ticket)
             elif waits:
                 self._push(ticket, earned)
         return None

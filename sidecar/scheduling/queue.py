@@ -75,7 +75,7 @@ class FairQueue:
         elif ticket.user is None:
             insort(self._lanes.setdefault(ticket.tenant, []), ticket, key=by_place)
         else:
-            self._users_of(ticket.tenant).add(ticket)
+            self._find_users(ticket.tenant).add(ticket)
         self._tag(ticket.tenant)
 
     def remove(self, ticket: Ticket) -> None:
@@ -221,14 +221,14 @@ class FairQueue:
         """The finish tags of those that are beyond the virtual time."""
         return {t: finish for t in sorted(tenants) if (finish := self.finish.get(t, 0.0)) > self.virtual}
 
-    def is_ahead(self, ticket: Ticket, uncharged: float = 0.0) -> bool:
+    def is_ahead(self, ticket: Ticket, uncharged: float = 0.0, uncharged_of_user: int = 0) -> bool:
         """Rule 9: whether the tenant, or its user, had so much more than its part that it comes after all others.
 
-        `uncharged`: what its tag has of bids that wait still.
+        `uncharged`: what their tags have of bids that wait still.
         """
         ahead = (self.finish.get(ticket.tenant, 0.0) - uncharged - self.virtual) * ticket.weight
         if ticket.user is not None and (users := self.users.get(ticket.tenant)) is not None:
-            ahead = max(ahead, users.ahead(ticket.user))
+            ahead = max(ahead, users.ahead(ticket.user) - uncharged_of_user)
         return not ticket.has_returned and ahead > 2 * self.largest
 
     def _charge_for(self, ticket: Ticket) -> None:
@@ -279,7 +279,7 @@ class FairQueue:
         if (users := self.users.get(tenant)) is not None and users.is_at_rest():
             del self.users[tenant]
 
-    def _users_of(self, tenant: str) -> UserTurns:
+    def _find_users(self, tenant: str) -> UserTurns:
         users = self.users.setdefault(tenant, UserTurns())
         users.lane = self._lanes.setdefault(tenant, users.lane)
         return users

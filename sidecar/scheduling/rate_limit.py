@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
 from sidecar.errors import RemainingLimit, RemainingLimits
@@ -125,10 +126,24 @@ class RateLimiter:
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._running: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        self._kept: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._sweep_at = FEWEST_SWEPT
 
     def __len__(self) -> int:
         return len(self._accounts)
+
+    def keep_within(self, tenant: str, most: int) -> None:
+        """Keeps an account, whose name ends with a user's, and so `most` in all of those like it that came last.
+
+        0: all that are not at rest.
+        """
+        if most:
+            kept = self._kept[tenant.rpartition(" ")[0]]
+            kept.pop(tenant, None)
+            kept[tenant] = None
+            for oldest in [*islice(kept, max(0, len(kept) - most))]:
+                del kept[oldest]
+                self._accounts.pop(oldest, None)
 
     def over(self, tenant: str, limits: AccountLimits, tokens: int, now_us: int) -> ExceededLimit | None:
         """The reason why a request of so many tokens does not conform now, None where it does. Charges nothing."""

@@ -114,7 +114,9 @@ class UserTurns:
         return self._finish.get(user, 0) - self._virtual
 
     def _set_finish(self, user: str | None, finish: int) -> None:
-        self._finish[user] = finish
+        self._finish.pop(user, None)
+        if finish > self._virtual:
+            self._finish[user] = finish
         if len(self._finish) > MOST_AHEAD:
             self._finish = {u: f for u, f in self._finish.items() if f > self._virtual}
         if len(self._finish) > MOST_AHEAD:

@@ -117,7 +117,7 @@ class TenantUsage:
         charged = input_tokens + output_tokens if charged is None else charged
         self._charge(key[0], tenant, charged)
         for account in beside:
-            if account.limits.have_budgets:
+            if account.limits.budgets:
                 self._charge(key[0], account.name, charged)
 
     def _charge(self, day: str, account: str, tokens: int) -> None:
@@ -150,7 +150,7 @@ class TenantUsage:
     def _first_over(self, tenant: Tenant, beside: Sequence[Account]) -> TenantLimit | None:
         """The refusal for the first of the accounts whose budget is used up."""
         for account in (tenant.account, *beside):
-            if account.limits.have_budgets and (over := self._over(account)) is not None:
+            if account.limits.budgets and (over := self._over(account)) is not None:
                 return self._refusal(account, over)
         return None
 
@@ -167,13 +167,11 @@ class TenantUsage:
     def budgets(self, account: Account) -> Mapping[str, BudgetView]:
         """The account's budgets, by `day` and `month`, as far as this replica knows what was used."""
         self.today()
-        limits, used = account.limits, self._used(account.name)
-        found = {}
-        if limits.tokens_per_day is not None:
-            found["day"] = BudgetView(limits.tokens_per_day, used.day, self._ends_in_s("day"))
-        if limits.tokens_per_month is not None:
-            found["month"] = BudgetView(limits.tokens_per_month, used.month, self._ends_in_s("month"))
-        return found
+        used = self._used(account.name)
+        return {
+            period: BudgetView(tokens, used.month if period == "month" else used.day, self._ends_in_s(period))
+            for period, tokens in account.limits.budgets.items()
+        }
 
     def _over(self, account: Account) -> str | None:
         """The budget that is used up: `month` before `day`, None where there is none."""
@@ -181,11 +179,8 @@ class TenantUsage:
             self._newcomers.add(account.name)
             self._has_newcomers.set()
         self._watched[account.name] = self._clock()
-        self.today()
-        limits, used = account.limits, self._used(account.name)
-        if limits.tokens_per_month is not None and used.month >= limits.tokens_per_month:
-            return "month"
-        return "day" if limits.tokens_per_day is not None and used.day >= limits.tokens_per_day else None
+        over = [period for period, budget in self.budgets(account).items() if budget.used >= budget.tokens]
+        return over[-1] if over else None
 
     def _used(self, account: str) -> Sums:
         known, here = self._sums.get(account, _NO_SUMS), self._fresh.get(account, 0) + self._unread.get(account, 0)
@@ -238,7 +233,7 @@ class TenantUsage:
         """Reads the sums of all tenants with budgets, and begins to add. It takes `START_WITHIN_S` at most."""
         now_s = self._clock()
         self._watched = dict.fromkeys(
-            (it.name for tenant in self._policy.named.values() for it in tenant.accounts if it.limits.have_budgets),
+            (it.name for tenant in self._policy.named.values() for it in tenant.accounts if it.limits.budgets),
             now_s,
         )
         tried = asyncio.Event()

@@ -20,13 +20,18 @@ from sidecar.cluster.report import ReplicaReport, TierWaits, pack
 from sidecar.cluster.sources import Sources
 from sidecar.engines.view import Amount
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
+from sidecar.policy.choices import Mode
 from sidecar.policy.model import Policy
+from sidecar.policy.store import store_address
 from sidecar.policy.tier import ServiceObjectives
 from sidecar.pools import PeerReport, Pool, StoreError
+from sidecar.pools.redis import RedisLink, ledger_connector
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.recent import Recent
 from tests.pools.harness import Clock, ask, simple
+from tests.pools.load import until
+from tests.support.redis_servers import RedisServer
 from tests.support.serving import serving
 from tests.telemetry.span_stories import begin
 
@@ -185,6 +190,43 @@ async def test_what_waits_in_any_replica_of_the_same_mode_is_the_pools() -> None
     assert (shown.tiers[1].queued, shown.tiers[1].oldest) == (Amount(500, 5), longest)
     assert shown.headline.startswith("batch starves: its oldest request has waited 40 s and starved 30 s.")
     assert [it.recent[-1].wait_max_s for it in shown.tiers] == [0.0, 0.0], "the last minutes are this process's own"
+
+
+async def test_every_replica_reports_how_often_the_whole_pool_is_wanted(store: RedisServer) -> None:
+    """Two replicas over a real store: one has what is held, the other what waits."""
+    policy, address = policy_of(), store_address(store.url)
+    links = [RedisLink(ledger_connector(address, policy.pool), policy.pool) for _ in range(2)]
+    pools = [Pool(policy, link=link) for link in links]
+    lives = [PoolOverview(sources_of(pool, policy), lambda: NOW_S) for pool in pools]
+    assert [live.wanted() for live in lives] == [None, None], "the store has not answered yet"
+    try:
+        for pool in pools:
+            await pool.open()
+        await pools[0].enter(ask(tokens=90))
+        await pools[1].enter(ask(tier=1, tokens=60))
+        for live in (*lives, *lives):  # the first has read the other's report when it shares again
+            await live._share()
+        await until(lambda: [live.wanted() for live in lives] == [1.5, 1.5], what="both report the same")
+    finally:
+        for pool in pools:
+            await pool.close()
+    assert [live.wanted() for live in lives] == [1.5, 1.5], "as it was, while it is not known"
+
+
+async def test_replicas_that_observe_want_what_they_would_hold_and_those_that_pass_say_nothing() -> None:
+    policy = replace(policy_of(), mode=Mode.OBSERVE)
+    pool = Telling(policy)
+    waits = [TierWaits("batch", Amount(50, 5))]
+    pool.others = {
+        "two": PeerReport(1.0, pack(other("two", tiers=waits, mode="observe"))),
+        "three": PeerReport(1.0, pack(other("three", tiers=waits))),
+    }
+    live = PoolOverview(sources_of(pool, policy), lambda: NOW_S)
+    await live._share()
+    assert live.wanted() == 0.5
+    policy = replace(policy, mode=Mode.PASS)
+    live._sources = sources_of(pool, policy)
+    assert live.wanted() is None, "an autoscaler that read 0 would end the engines"
 
 
 async def test_a_tier_that_waits_at_its_own_limit_in_another_replica_does_not_starve() -> None:

@@ -152,6 +152,7 @@ class ModelReplica:
             self.world.now,
             self.name,
             request.id,
+            user=f"{request.id % 5}" if request.id % 2 else None,
         )
         self.requests[str(request.id)] = request
         self.member.submit(request.ticket, self.world.now)

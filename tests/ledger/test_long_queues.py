@@ -19,9 +19,9 @@ SHOWN = (BIDS_SHOWN + 1) * len(TIERS)
 
 
 class Crowd:
-    """So many wait in a full pool, each of a tenant of its own or of few."""
+    """So many wait in a full pool, each of a tenant of its own or of few, each tenant with so many users."""
 
-    def __init__(self, number: int, order: str, tenants: int) -> None:
+    def __init__(self, number: int, order: str, tenants: int, users: int = 0) -> None:
         self.one = OneReplica({"tiers": TIERS, "order": order, "capacity": {"tokens": 100}})
         self.now = 1_000_000
         self.largest_call = 0
@@ -29,7 +29,7 @@ class Crowd:
             gain = TicketGain(1, 10, 1_000 + each_one, 10**12, 10) if order == "gain" else None
             ticket = Ticket(
                 f"{each_one}", each_one % 2, f"{each_one % tenants}", 10,
-                arrived_us=self.now, number=each_one, gain=gain,
+                arrived_us=self.now, number=each_one, gain=gain, user=f"{each_one % users}" if users else None,
             )  # fmt: skip
             self.one.member.submit(ticket, self.now)
         self.pump()
@@ -70,9 +70,12 @@ class Crowd:
         return called
 
 
-@each(("order", "tenants"), [("level", 20_000), ("level", 3), ("gain", 20_000), ("gain", 3)])
-def test_one_enters_for_one_that_ends_at_the_same_cost_however_many_wait(order: str, tenants: int) -> None:
-    few, many = Crowd(250, order, tenants), Crowd(25_000, order, tenants)
+@each(
+    ("order", "tenants", "users"),
+    [("level", 20_000, 0), ("level", 3, 0), ("gain", 20_000, 0), ("gain", 3, 0), ("level", 1, 20_000), ("gain", 1, 3)],
+)
+def test_one_enters_for_one_that_ends_at_the_same_cost_however_many_wait(order: str, tenants: int, users: int) -> None:
+    few, many = Crowd(250, order, tenants, users), Crowd(25_000, order, tenants, users)
     assert len(many.one.member.leases) == 10
     assert many.steps(20) < 2 * few.steps(20)
     for crowd in (few, many):

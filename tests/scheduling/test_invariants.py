@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, within
 from sidecar.scheduling.scheduler import INSIDE, OTHER, TURN
 from sidecar.scheduling.tickets import Ticket
+from sidecar.scheduling.user_turns import MOST_AHEAD
 from tests.scheduling import reference
 from tests.scheduling.player import SchedulerPlayer
 from tests.scheduling.programs import expected, programs, random_header, random_program
@@ -81,7 +82,13 @@ def end(player: SchedulerPlayer, program: dict[str, Any], now: int) -> None:
     for state in pool.tiers:
         assert len(state.queue) == 0
         assert (state.used, state.on_floor, state.in_line_on_floor) == (NOTHING, NOTHING, NOTHING)
-        assert [*state.queue._lanes, *state.queue._returned, *state.queue._order, *state.queue.finish] == []
+        assert [
+            *state.queue._lanes,
+            *state.queue._returned,
+            *state.queue._order,
+            *state.queue.finish,
+            *state.queue.users,
+        ] == []
     assert [(it.held, it.sent, it.lined) for it in pool.engines.values()] == [(NOTHING, 0, 0)]
 
 
@@ -129,6 +136,77 @@ def test_backlogged_tenants_differ_by_at_most_one_largest_request_each(tenants: 
             given_back = before - queue._lanes[f"{tenant}"][0].start
             assert 0 <= given_back <= -unused["tokens"] / weight + 1e-6
             served[tenant] -= given_back
+
+
+USERS = st.lists(SIZES, min_size=2, max_size=4)
+
+
+@given(users=USERS, seed=st.integers(0, 99))
+def test_backlogged_users_of_a_tenant_differ_by_at_most_one_largest_request_each(users: Any, seed: int) -> None:
+    """Invariant 4, one level down: also while a user floods and cancels, others come new, and one's leases grow."""
+    luck, count = random.Random(seed), iter(range(10**6))
+    player = SchedulerPlayer({"tiers": [{"name": "t"}], "capacity": {"tokens": 40}})
+    served, left, noise = [0] * len(users), [len(sizes) for sizes in users], list[str]()
+
+    def submit(user: str, tokens: int, tenant: str = "a") -> str:
+        name = f"{user} {next(count)}"
+        player.do({"do": "submit", "id": name, "tier": "t", "tenant": tenant, "user": user, "tokens": tokens}, 0)
+        return name
+
+    asks = [(user, tokens) for user, sizes in enumerate(users) for tokens in sizes]
+    luck.shuffle(asks)
+    for user, tokens in asks:
+        submit(str(user), tokens)
+    while all(left):
+        noise = [name for name in noise if name in player.tickets]
+        if len(noise) < 10:
+            noise += [submit(luck.choice(["flood", f"new {next(count)}"]), luck.randint(1, 40)) for _ in range(3)]
+            noise += [submit("0", luck.randint(1, 40), tenant="b")]
+        player.do({"do": "cancel", "id": noise.pop(luck.randrange(len(noise)))}, 0)
+        player.do({"do": "charge", "tier": "t", "tenant": "a", "user": "flood", "tokens": luck.randint(1, 20)}, 0)
+        for name, _ in player.dispatch(1_000):
+            ticket = player.leases[name].ticket
+            if ticket.tenant == "b" or not ticket.user.isdigit():
+                continue
+            user = int(ticket.user)
+            served[user] += ticket.tokens
+            left[user] -= 1
+            if not all(left):
+                return
+            for other, sizes in enumerate(users):
+                assert abs(served[user] - served[other]) <= max(users[user]) + max(sizes)
+        player.do({"do": "settle", "id": luck.choice(list(player.leases))}, 1_000)
+
+
+def test_new_users_keep_nobody_out_who_was_served_before() -> None:
+    """A client makes up a user for each of its requests, of which 50 always wait: a known user gets one in 51."""
+    player, waits = SchedulerPlayer({"tiers": [{"name": "t"}], "capacity": {"tokens": 10}}), list[int]()
+    ask = {"do": "submit", "tier": "t", "tenant": "a", "tokens": 10}
+    for number in range(1_000):
+        if not any(name.startswith("known") for name in player.tickets):
+            player.do({**ask, "id": f"known{number}", "user": "known"}, 0)
+        for new in range(51 - len(player.tickets)):
+            player.do({**ask, "id": f"{number} {new}", "user": f"{number} {new}"}, 0)
+        ((name, _),) = player.dispatch(0)
+        waits += [number - int(name.removeprefix("known"))] if name.startswith("known") else []
+        player.do({"do": "settle", "id": name}, 0)
+    assert len(waits) > 15
+    assert max(waits) <= 51
+
+
+def test_of_users_nothing_is_remembered_but_who_waits_and_some_that_are_ahead() -> None:
+    queue = SchedulerPlayer({"tiers": [{"name": "t"}]}).scheduler.tiers[0].queue
+    first, last = (Ticket(id="", tier=0, tenant="a", tokens=1, number=n, user="u") for n in range(2))
+    queue.add(first)
+    queue.add(last)
+    for number in range(100_000):
+        queue.charge("a", 1, 1, f"{number}")
+    users = queue.users["a"]
+    assert len(users._finish) <= MOST_AHEAD
+    for number in range(2, 10_000):
+        queue.add(Ticket(id="", tier=0, tenant="a", tokens=1, number=number, user=f"{number}"))
+        queue.leave(queue.next() or last)
+    assert (len(users._finish), len(users._firsts)) < (MOST_AHEAD, 10)
 
 
 @random_walks(30)

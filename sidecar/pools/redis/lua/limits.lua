@@ -1,5 +1,6 @@
 -- The limits of tenants: `limits.py` and `rate_limit.py`. Beside the root `ROOT:a:TENANT` is a tenant's account, for as long as it
--- is used; `ROOT:n:WHO` has how many requests of each tenant wait or run at a replica.
+-- is used; `ROOT:n:WHO` has how many requests of each tenant wait or run at a replica. Of users' accounts some are kept, those of
+-- `ROOT:k:TENANT user`, a sorted set by their last use.
 
 local UNIT, GUESSED_US, REMEMBERED_US = 60000000, 1000000, 600000000
 -- An account; since `A_SINCE` it was never at rest. The limits of its latest request, or false.
@@ -24,6 +25,19 @@ local function account_of(tenant)
   end
   if accounts[tenant] then drain(accounts[tenant]) end
   return accounts[tenant]
+end
+
+-- Keeps an account, and so `most` in all of those like it that came last.
+local function keep_within(tenant, most)
+  local name = root .. ':k:' .. tenant:match('^(.*) ')
+  redis_call('ZADD', name, now, tenant)
+  redis_call('PEXPIRE', name, HOUR_MS)
+  local more = redis_call('ZCARD', name) - most
+  local gone = more > 0 and redis_call('ZPOPMIN', name, more) or NOBODY
+  for i = 1, #gone, 2 do
+    redis_call('DEL', root .. ':a:' .. gone[i])
+    accounts[gone[i]] = false
+  end
 end
 
 local function own_count(tenant)
@@ -74,7 +88,8 @@ end
 local function verdicts_on(group)
   local found, is_over, charges = {}, false, group[1][4]
   for i, asked in ipairs(group) do
-    local _, tenant, _, _, rpm, tpm, _, burst = unpack(asked)
+    local _, tenant, _, _, rpm, tpm, _, burst, most = unpack(asked)
+    if (most or 0) > 0 then keep_within(tenant, most) end
     local account = account_of(tenant) or { 0, 0, now, now, 0, 0, 0, false, false }
     accounts[tenant], account[A_RPM], account[A_TPM] = account, rpm, tpm
     local most_requests, most_tokens = max(UNIT, (rpm or 0) * burst), (tpm or 0) * burst

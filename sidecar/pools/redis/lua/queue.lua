@@ -209,7 +209,7 @@ end
 
 local function set_finish(users, user, finish)
   local all, count = users[FINISH], 0
-  all[user] = finish
+  all[user] = finish > users[VIRTUAL_OF_USERS] and finish or nil
   for _ in pairs(all) do count = count + 1 end
   if count <= MOST_AHEAD then return end
   for it, of in pairs(all) do
