@@ -123,7 +123,7 @@ class UnsizedPrompt(BadRequest):
 
 
 class ModelNotFound(BadRequest):
-    """A model that no pool of the policy's `models` serves; the message lists them."""
+    """A model that no pool of the policy's `models` serves, or not for this tenant; the message lists others."""
 
     status = 404
     code = "model_not_found"

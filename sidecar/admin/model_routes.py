@@ -149,11 +149,10 @@ def _engines(front: ModelsController) -> list[EngineDocument]:
 
 
 def _links(front: ModelsController) -> list[PoolLink]:
-    models = front.policy.models
     return [
         PoolLink(
             name,
-            list(models[name].aliases),
+            [alias for alias, model in front.snapshot.names.called.items() if name == model != alias],
             controller.policy.pool,
             f"{FOLDER}/{quote(name)}/",
             [*controller.engine_watch.readiness(), *controller.pool.readiness()],

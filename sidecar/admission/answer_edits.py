@@ -1,14 +1,15 @@
 """Edits of members of an answer's JSON on its way to the client: of a whole answer, or of each event of a stream.
 
-An answer that is neither, an error's, a compressed one, or one that is no JSON passes as it is. So does what is larger
-than `LARGEST_EDITED`: one answer, or one line of a stream. The length of an edited answer is not declared: its head
-goes out before its body is known.
+An answer that is neither, a compressed one, or one that is no JSON passes as it is; an error does, but for its words
+(`Edit.instead_of`). So does what is larger than `LARGEST_EDITED`: one answer, or one line of a stream. The length of an
+edited answer is not declared: its head goes out before its body is known.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import msgspec
@@ -29,12 +30,22 @@ _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 class Edit(NamedTuple):
     """Sets the member at the end of `path` to `value`, which is JSON.
 
-    Where it is not there, it is added beside the member `beside`; without one it is only replaced.
+    Where it is not there, it is added beside the member `beside`; without one it is only replaced. In the words of an
+    error it takes the place of the name `instead_of`.
     """
 
     path: tuple[str, ...]
     value: bytes
     beside: str | None = None
+    instead_of: str | None = None
+
+    def in_words(self, error: bytes) -> bytes:
+        """An error's body with the value in the place of the other name, where that stands as a whole word."""
+        if self.instead_of is None:
+            return error
+        name = re.escape(msgspec.json.encode(self.instead_of)[1:-1])
+        word = rb"(?<![\w/:@+-])(?<![\w]\.)%b(?![\w/:@+-])(?!\.\w)" % name
+        return re.sub(word, lambda _: self.value[1:-1], error)
 
 
 def edited(body: bytes, edits: Sequence[Edit]) -> bytes:
@@ -64,13 +75,13 @@ class AnswerEditor:
     answer until it is complete.
     """
 
-    __slots__ = ("_has_begun_line", "_held", "_is_stream", "_is_whole", "_send", "edits")
+    __slots__ = ("_has_begun_line", "_held", "_is_error", "_is_stream", "_is_whole", "_send", "edits")
 
     def __init__(self, send: Send, edits: Sequence[Edit]) -> None:
         self.edits = edits
         self._send = send
         self._held = bytearray()
-        self._is_stream = self._is_whole = False
+        self._is_stream = self._is_whole = self._is_error = False
         self._has_begun_line = False
 
     def send(self, message: Message) -> Awaitable[None]:
@@ -92,7 +103,8 @@ class AnswerEditor:
 
     def _begun(self, message: Message) -> Message:
         """The response's start."""
-        headers, is_edited = message.get("headers", ()), may_be_edited(message)
+        self._is_error = message["status"] >= 400 and any(edit.instead_of for edit in self.edits)
+        headers, is_edited = message.get("headers", ()), may_be_edited(message, errors=self._is_error)
         self._is_stream = is_edited and has_type(headers)
         self._is_whole = is_edited and has_type(headers, b"application/json")
         return without_length(message) if self._is_stream or self._is_whole else message
@@ -105,6 +117,8 @@ class AnswerEditor:
         shown = bytes(held)
         held.clear()
         self._is_whole = False  # what follows is the rest of one that is too large
+        if self._is_error:
+            return reduce(lambda error, edit: edit.in_words(error), self.edits, shown)
         return edited(shown, self.edits) if is_last else shown
 
     def _lines(self, body: bytes, *, is_last: bool) -> bytes:

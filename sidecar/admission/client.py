@@ -138,10 +138,10 @@ def has_type(headers: Headers, kind: bytes = EVENTS) -> bool:
     return any(name.lower() == b"content-type" and value.lower().startswith(kind) for name, value in headers)
 
 
-def may_be_edited(head: Message) -> bool:
-    """True if the start of a response announces an answer, and not a compressed one."""
+def may_be_edited(head: Message, *, errors: bool = False) -> bool:
+    """True if the start of a response announces an answer, perhaps one of the `errors`, and not a compressed one."""
     is_coded = any(name.lower() == b"content-encoding" for name, _ in head.get("headers", ()))
-    return not is_coded and bool(head["status"] < 300)
+    return not is_coded and bool(errors or head["status"] < 300)
 
 
 def without_length(head: Message) -> Message:

@@ -155,7 +155,7 @@ def _answer_edits(request: SizedRequest, tiers: ServiceTiers | None) -> list[Edi
     if request.engine_model is not None:
         from sidecar.admission.model_bodies import model_edits
 
-        edits += model_edits(request.payload.model or "")
+        edits += model_edits(request.payload.model or "", request.engine_model)
     if tiers is not None and asked not in (None, b"null") and api in _SERVICE_TIER_IN:
         assert asked is not None
         whole, streamed, beside = _SERVICE_TIER_IN[api]
@@ -271,25 +271,19 @@ def call_app(
 ) -> Awaitable[None]:
     """Calls the app with the scope `for_app`, which is `scope` itself or a copy."""
     if controller.snapshot.names.renamed and for_app.get("method") == "POST":
-        return _call_renamed(controller, scope, for_app, receive, send)
+        from sidecar.admission.model_bodies import call_renamed
+
+        return call_renamed(controller, scope, for_app, receive, send)
     if for_app is scope or controller.is_proxied:  # around our own proxy there is no one
         return controller.app(for_app, receive, send)
-    return _call_and_show(controller, scope, for_app, receive, send)
+    return call_and_show(controller, scope, for_app, receive, send)
 
 
-async def _call_renamed(
+async def call_and_show(
     controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
 ) -> None:
-    from sidecar.admission.model_bodies import renamed
+    """Calls the app, and shows the middlewares around what it writes into its scope."""
 
-    snapshot = controller.snapshot
-    renamed_for_app = await renamed(snapshot.names, snapshot.policy.max_body_bytes, for_app, receive, send)
-    await _call_and_show(controller, scope, *renamed_for_app)
-
-
-async def _call_and_show(
-    controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
-) -> None:
     def send_and_show(message: Message) -> Awaitable[None]:
         if message["type"] in _BEGINNINGS:
             show_outside(for_app, scope)

@@ -14,9 +14,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.answer import without_files
 from sidecar.admission.answer_edits import AnswerEditor, Edit
+from sidecar.admission.controller import AdmissionController
+from sidecar.admission.forwarding import call_and_show, forwarded_headers
 from sidecar.admission.handover import with_write
-from sidecar.admission.intake import is_upload
-from sidecar.admission.model_names import ModelNames, with_model
+from sidecar.admission.intake import CONTENT_ENCODING, NOT_PACKED
+from sidecar.admission.model_names import with_model
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
 from sidecar.payload.content_codings import packed_body
@@ -78,27 +80,26 @@ def _again(read: list[Message], receive: Receive) -> Receive:
     return read_again
 
 
-def model_edits(name: str) -> tuple[Edit, ...]:
-    """Edits by which an answer of any API, whole or streamed, has this model."""
+def model_edits(name: str, engine_model: str) -> tuple[Edit, ...]:
+    """Edits by which an answer of any API, whole or streamed, has this name in place of the engine's."""
     value = msgspec.json.encode(name)
-    return tuple(Edit(path, value) for path in (("model",), ("response", "model"), ("message", "model")))
+    events = (Edit(path, value) for path in (("response", "model"), ("message", "model")))
+    return (Edit(("model",), value, instead_of=engine_model), *events)
 
 
-async def renamed(
-    names: ModelNames, most_bytes: int, scope: Scope, receive: Receive, send: Send
-) -> tuple[Scope, Receive, Send]:
-    """The three of ASGI for an app, where the body's model has another name at the engine; else as they are."""
-    if is_upload(dict(scope["headers"])):
-        return scope, receive, send
-    body = await read_for_model(scope["headers"], receive, most_bytes)
-    engine_model = names.renamed.get(body.model)
-    if engine_model is None or body.text is None or body.model is None:
-        return scope, body.receive, send
-    text = with_model(body.text, engine_model)
-    replaced = {b"content-encoding", b"content-length", b"accept-encoding"}
-    headers = [pair for pair in scope["headers"] if pair[0] not in replaced]
-    headers += [(b"content-length", b"%d" % len(text)), (b"accept-encoding", b"identity")]
-    scope = {**scope, "headers": headers, "extensions": without_files(scope)}
-    with_write(scope, None)  # the answer is edited
-    editor = AnswerEditor(send, model_edits(body.model))
-    return scope, _again([{"type": "http.request", "body": text, "more_body": False}], receive), editor.send
+async def call_renamed(
+    controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
+) -> None:
+    """Calls the app as `call_app` does, with the engine's name where the body's model is an alias."""
+    names, most_bytes = controller.snapshot.names, controller.policy.max_body_bytes
+    body = await read_for_model(for_app["headers"], receive, most_bytes)
+    engine_model, receive_for_app = names.renamed.get(body.model), body.receive
+    if engine_model is not None and body.text is not None and body.model is not None:
+        text = with_model(body.text, engine_model)
+        added = (NOT_PACKED, (b"content-length", b"%d" % len(text)))
+        headers = forwarded_headers(for_app["headers"], (CONTENT_ENCODING, b"transfer-encoding"), added)
+        for_app = {**for_app, "headers": headers, "extensions": without_files(for_app)}
+        with_write(for_app, None)  # the answer is edited
+        receive_for_app = _again([{"type": "http.request", "body": text, "more_body": False}], receive)
+        send = AnswerEditor(send, model_edits(body.model, engine_model)).send
+    await call_and_show(controller, scope, for_app, receive_for_app, send)

@@ -34,7 +34,7 @@ class ModelNames:
     """The models of one policy by the names that clients may call them: `called`. `models` are in the file's order.
 
     `renamed` has the names of the engines by those of clients that no engine knows. `are_bounded`: there is a tenant
-    that may use certain models only.
+    that may use certain models only. `are_listed_here`: clients do not get the engine's own list.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -42,11 +42,7 @@ class ModelNames:
         self.called: Mapping[str, str] = policy.called_models
         self.renamed: Mapping[str | None, str] = {alias: one.model for alias, one in policy.aliases.items()}
         self.are_bounded = any(tenant.models is not None for tenant in policy.named.values())
-
-    @property
-    def are_listed_here(self) -> bool:
-        """True if the list of models is not the engine's own."""
-        return bool(self.models or self.renamed) or self.are_bounded
+        self.are_listed_here = self.are_bounded or bool(self.called)
 
     def refuse_others(self, tenant: Tenant, named: str | None, body: bytes | None) -> None:
         """Raises ModelNotFound for a model that the tenant may not use, and InvalidBody where that is not certain.
@@ -66,9 +62,9 @@ class ModelNames:
         if not tenant.may_use(named):
             raise self.not_found(named, tenant)
 
-    def usable(self, tenant: Tenant | None) -> Sequence[str]:
-        """The names that a tenant may send, as far as they are known here. None for every tenant."""
-        return [name for name in self.called if tenant is None or tenant.may_use(name)]
+    def usable(self, tenant: Tenant) -> Sequence[str]:
+        """The names that a tenant may send, as far as they are known here."""
+        return [name for name in self.called if tenant.may_use(name)]
 
     def model_for(self, named: str | None, body: bytes, tenant: Tenant | None = None) -> str:
         """The model whose pool serves a request with this `model`.

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.forwarding import call_app, forwarded_headers
 from sidecar.admission.handover import with_write
+from sidecar.admission.intake import NOT_PACKED
 from sidecar.admission.model_names import ModelNames
 from sidecar.admission.request_path import exact_paths, readings
 from sidecar.admission.responses import REQUEST_ID, request_id, send_error
@@ -33,7 +34,7 @@ from sidecar.policy.tenant import Tenant
 
 _ANTHROPIC = b"anthropic-version"
 """Header that Anthropic's clients send with every request."""
-_OF_ANOTHER_ANSWER = (b"range", b"if-range", b"if-none-match", b"if-modified-since", b"accept-encoding")
+_OF_ANOTHER_ANSWER = (b"range", b"if-range", b"if-none-match", b"if-modified-since")
 """Headers of clients for an answer that is not the whole list."""
 _SINCE_S = int(time.time())
 _SINCE = datetime.fromtimestamp(_SINCE_S, tz=timezone.utc).isoformat().replace("+00:00", "Z")
@@ -75,30 +76,36 @@ def serve_list(
 
 
 async def send_models(controller: AdmissionController, asked: str, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the models of all pools, or with the one that is `asked` for.
+    """Answers with the models that a tenant may use, or with the one that is `asked` for.
 
-    No key is needed for a `public` path, nor where every request passes.
+    No key is needed for a `public` path, nor where every request passes. An engine's answer that is no list goes on as
+    it is, but not to a tenant that may use certain models only.
     """
     headers, names = dict(scope["headers"]), controller.snapshot.names
     named = request_id(headers)
     try:
         passed, tenant = await _asking(controller, scope)
         if controller.controllers:
-            listed: Mapping[str, Any] = {}
-            entries: Sequence[_Entry] = [_entry_of_pool(names, name, model) for name, model in names.called.items()]
+            listed = [ListedModel(name, model, name) for name, model in names.called.items()]
+            found: Mapping[str, Any] | None = {"data": msgspec.to_builtins(listed)}
         else:
             answer = await _ask_engine(controller, passed, asked, receive)
-            if (found := answer.document()) is None and (tenant is None or tenant.models is None or answer.is_error):
-                await answer.relay(send)
+            found, is_error = _read_list(answer), not answer or answer[0].get("status", 500) >= 400
+            if is_error or (found is None and (tenant is None or tenant.models is None)):
+                for message in answer:
+                    await send(message)
                 return
-            if found is None:
-                raise EngineUnreachable("the engine's list of its models cannot be read; try again", retry_after_s=1)
-            listed, entries = found, _with_aliases(names, found["data"])
-        shown = entries if tenant is None else _for_tenant(entries, tenant)
-        body = msgspec.json.encode(_one(shown, asked, names, tenant) if asked else _all(listed, shown))
+        if found is None:
+            raise EngineUnreachable("the engine's list of its models cannot be read; try again", retry_after_s=1)
+        entries = _with_aliases(names, found["data"])
+        entries = entries if tenant is None else _for_tenant(entries, tenant)
+        shown = next((entry for entry in entries if entry["id"] == asked), None) if asked else _list(found, entries)
+        if shown is None:
+            raise names.not_found(asked, tenant)
     except AdmissionError as refusal:
         await send_error(send, refusal, anthropic=_ANTHROPIC in headers, request_id=named)
         return
+    body = msgspec.json.encode(shown)
     answered = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
@@ -117,86 +124,46 @@ async def _asking(controller: AdmissionController, scope: Scope) -> tuple[Scope,
     return await checked_with_keys(controller, scope)
 
 
-def _entry_of_pool(names: ModelNames, name: str, model: str) -> _Entry:
-    root = name if name in names.renamed else model
-    return dict(msgspec.to_builtins(ListedModel(name, root, name)))
+def _list(found: Mapping[str, Any], entries: Sequence[_Entry]) -> Mapping[str, Any]:
+    first, last = (entries[0]["id"], entries[-1]["id"]) if entries else (None, None)
+    return {**found, "object": "list", "data": entries, "first_id": first, "last_id": last, "has_more": False}
 
 
 def _with_aliases(names: ModelNames, entries: Sequence[_Entry]) -> Sequence[_Entry]:
-    """The engine's models, and the aliases of those that it lists, each as a model of its own."""
-    own = {entry["id"]: entry for entry in entries}
-    aliases = {
-        alias: {**own[model], "id": alias, "root": alias, "parent": None}
-        for alias, model in names.renamed.items()
-        if model in own
-    }
-    return list({**own, **aliases}.values())
+    """The models, and the aliases that no engine knows, each as a model of its own, where its model is listed."""
+    found = {entry["id"]: entry for entry in entries}
+    for alias, model in names.renamed.items():
+        if alias is not None and model in found:
+            found[alias] = {**found[model], "id": alias, "display_name": alias, "root": alias, "parent": None}
+    return list(found.values())
 
 
 def _for_tenant(entries: Sequence[_Entry], tenant: Tenant) -> Sequence[_Entry]:
-    """The models that a tenant may use; none of these entries names another."""
-    hidden = {entry["id"] for entry in entries if not tenant.may_use(entry["id"])}
-    return [
-        {
-            **entry,
-            **{key: None if key == "parent" else entry["id"] for key in ("root", "parent") if entry.get(key) in hidden},
-        }
-        for entry in entries
-        if entry["id"] not in hidden
-    ]
+    """The models that a tenant may use. None of these entries names another, as its `root` or `parent`."""
+    hidden = [entry["id"] for entry in entries if not tenant.may_use(entry["id"])]
+    shown = [entry for entry in entries if entry["id"] not in hidden]
+    return [{key: value for key, value in entry.items() if value not in hidden} for entry in shown]
 
 
-def _all(listed: Mapping[str, Any], entries: Sequence[_Entry]) -> Mapping[str, Any]:
-    ends = [entries[place]["id"] if entries else None for place in (0, -1)]
-    own = {"data": entries, "first_id": ends[0], "last_id": ends[1]}
-    return {**own, "object": "list", "has_more": False, **listed, **own}
+async def _ask_engine(controller: AdmissionController, scope: Scope, asked: str, receive: Receive) -> list[Message]:
+    """The answer of the engine, or of an app, with all its models: not every engine shows one alone."""
+    answer: list[Message] = []
 
+    async def keep(message: Message) -> None:
+        answer.append(message)
 
-def _one(entries: Sequence[_Entry], asked: str, names: ModelNames, tenant: Tenant | None) -> _Entry:
-    """Raises ModelNotFound."""
-    found = next((entry for entry in entries if entry["id"] == asked), None)
-    if found is None:
-        raise names.not_found(asked, tenant)
-    return found
-
-
-class _EngineAnswer:
-    """The answer of an engine, or of an app, to a request for its models."""
-
-    def __init__(self) -> None:
-        self._messages: list[Message] = []
-
-    async def send(self, message: Message) -> None:
-        """See ASGI's `send`."""
-        self._messages.append(message)
-
-    async def relay(self, send: Send) -> None:
-        """Sends it on as it came."""
-        for message in self._messages:
-            await send(message)
-
-    @property
-    def is_error(self) -> bool:
-        """True if it has a status that lists nothing."""
-        return not self._messages or self._messages[0].get("status", 500) >= 400
-
-    def document(self) -> Mapping[str, Any] | None:
-        """The list, None where it is none."""
-        body = b"".join(bytes(message.get("body", b"")) for message in self._messages)
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            document = msgspec.json.decode(body, type=dict[str, Any])
-            data = document.get("data")
-            is_list = isinstance(data, list) and all(isinstance(one, dict) and "id" in one for one in data)
-            return document if is_list and not self.is_error else None
-        return None
-
-
-async def _ask_engine(controller: AdmissionController, scope: Scope, asked: str, receive: Receive) -> _EngineAnswer:
-    """Asks for the whole list: not every engine shows one model alone."""
-    answer = _EngineAnswer()
     path = scope["path"].removesuffix(asked).rstrip("/")
-    headers = forwarded_headers(scope["headers"], _OF_ANOTHER_ANSWER, ((b"accept-encoding", b"identity"),))
+    headers = forwarded_headers(scope["headers"], _OF_ANOTHER_ANSWER, (NOT_PACKED,))
     for_app = {**scope, "method": "GET", "path": path, "raw_path": quote(path).encode(), "headers": headers}
     with_write(for_app, None)
-    await call_app(controller, scope, for_app, receive, answer.send)
+    await call_app(controller, scope, for_app, receive, keep)
     return answer
+
+
+def _read_list(answer: Sequence[Message]) -> Mapping[str, Any] | None:
+    """The list in an engine's answer, None where it is none."""
+    body = b"".join(bytes(message.get("body", b"")) for message in answer)
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, KeyError):
+        found = msgspec.json.decode(body, type=dict[str, Any])
+        return found if all(isinstance(entry["id"], str) for entry in found["data"]) else None
+    return None

@@ -48,5 +48,5 @@ async def _by_model(
         return front, receive
     most_s = front.policy.body_timeout_s if endpoint is None else None
     body = await read_for_model(scope["headers"], receive, front.policy.max_body_bytes, most_s)
-    model = None if body.text is None else front.names.meant(body.model)
+    model = None if body.text is None else front.snapshot.names.meant(body.model)
     return front if model is None else front.controllers[model], body.receive

@@ -13,7 +13,6 @@ from dataclasses import replace
 from sidecar.admission.controller import AdmissionController, Monitor, Services
 from sidecar.admission.engine_route import EngineHealth
 from sidecar.admission.intake import SizedRequest
-from sidecar.admission.model_names import ModelNames
 from sidecar.engines.watch import EngineState
 from sidecar.events import AppTrace, Classified, Event, Headers, Observation, Observer, Received
 from sidecar.policy.choices import Unguarded
@@ -47,12 +46,7 @@ class ModelsController(AdmissionController):
     def controller_for(self, request: SizedRequest) -> AdmissionController:
         """The controller of a request's model. Raises InvalidBody or ModelNotFound: see `ModelNames.model_for`."""
         tenant = request.classification.tenant
-        return self.controllers[self.names.model_for(request.payload.model, request.body, tenant)]
-
-    @property
-    def names(self) -> ModelNames:
-        """The names of the models, of the policy in force."""
-        return self.snapshot.names
+        return self.controllers[self.snapshot.names.model_for(request.payload.model, request.body, tenant)]
 
     def change_policy(self, policy: Policy) -> None:
         """See `AdmissionController.change_policy`."""
@@ -130,7 +124,7 @@ class ModelsController(AdmissionController):
         return None if own is None else ModelsObserver(own, lambda model: self._observer_for(model) or own)
 
     def _observer_for(self, named: str | None) -> Observer | None:
-        model = self.names.meant(named)
+        model = self.snapshot.names.meant(named)
         return None if model is None else self.controllers[model].observer
 
 

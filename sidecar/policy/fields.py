@@ -56,7 +56,6 @@ _URL_PATH = re.compile(r"/[!-~]*")
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # no #, / or colon: it goes into ids, paths and labels
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,199}")  # no braces: it goes into a Redis hash tag
-_ENGINE_MODEL = re.compile(r"[!-~]{1,200}")
 _MODEL_PATTERN = re.compile(r"[A-Za-z0-9._/:@+*-]{1,200}")
 _HOST = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?"
 _SERVICE = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
@@ -164,9 +163,6 @@ _model_name = _match(
     _MODEL_NAME,
     "write up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -, a letter or a digit first",
     like="llama-70b",
-)
-_engine_model = _match(
-    "an engine's name of a model", _ENGINE_MODEL, "write up to 200 visible ASCII characters", like="llama-70b"
 )
 _model_pattern = _match(
     "a model's name or a pattern of names",
@@ -519,7 +515,7 @@ TenantName = Annotated[str, Reads(_tenant, schema("A name.", pattern=f"^{_TENANT
 PoolName = Annotated[str, Reads(_pool, schema("A name.", pattern=f"^{_POOL_NAME.pattern}$"))]
 EngineName = Annotated[str, Reads(engine_name, schema("A name.", pattern=f"^{_ENGINE_NAME.pattern}$"))]
 ModelName = Annotated[str, Reads(_model_name, schema("A model's name.", pattern=f"^{_MODEL_NAME.pattern}$"))]
-EngineModel = Annotated[str, Reads(_engine_model, schema("An engine's name of a model.", pattern="^[!-~]+$"))]
+EngineModel = Annotated[str, Reads(partial(units.text, what="an engine's name of a model", example="llama-70b"))]
 UrlPath = Annotated[str, Reads(_url_path, schema("A path on the server.", pattern="^/"))]
 EngineUrl = Annotated[str, Reads(engine_url, schema("An address: http://a:8000.", pattern="^https?://"))]
 Service = Annotated[ServiceName, Reads(_service, schema("A host and its port, or the name of SRV records."))]

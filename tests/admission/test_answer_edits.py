@@ -73,6 +73,23 @@ def expected(value: Any) -> Any:
     return value
 
 
+@each(
+    ("before", "after"),
+    [
+        ("The model `llama-3` does not exist.", "The model `gpt` does not exist."),
+        ("llama-3 is full. Ask llama-3.", "gpt is full. Ask gpt."),
+        ("llama-3.1, my-llama-3, llama-3-8b, llama-30, /llama-3, llama-3:x, Llama-3", None),
+    ],
+)
+def test_an_error_names_the_clients_model(before: str, after: str | None) -> None:
+    error = json.dumps({"error": {"message": before, "model": "x"}}).encode()
+    shown = json.dumps({"error": {"message": after or before, "model": "x"}}).encode()
+    renaming = Edit(("model",), b'"gpt"', instead_of="llama-3")
+    for pieces in ([error], [error[:31], error[31:]]):
+        assert Client(pieces, [JSON], status=404, edits=[renaming]).body == shown
+    assert Client([error], [JSON], status=404, edits=[MODEL]).body == error
+
+
 NAMES = st.sampled_from(["service_tier", "choices", "model", "response", "usage", "output_tokens", "é\n", "data: {}"])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.just('data: {"model":1}\n\n'),

@@ -210,6 +210,20 @@ async def test_it_rises_no_higher_than_its_tenant_may_ask_for() -> None:
 
 
 @virtually
+async def test_what_its_tenants_limits_moved_down_waits_until_its_deadline_and_does_not_rise() -> None:
+    limited = "limits: {requests_per_minute: 1}\nover_limit: {downgrade: batch}\n"
+    async with World(policy(**{**KEYS, "max_wait": "1m", "of_normal": ", max_deadline: 1h"}, acme=limited)) as world:
+        await world.ask("critical")
+        within, over = [await world.ask("normal", 1000, tenant="acme") for _ in range(2)]
+        assert world.queued() == [0, 0, 1, 1]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "time", lambda: time.monotonic() + 1e9)  # no wall clock counts any more
+            assert await over.task == await within.task == ("deadline", 1000)
+        assert (within.rises, over.rises) == ([(500, HIGH)], [])
+        assert over.turn.request.classification.downgraded_from == NORMAL
+
+
+@virtually
 async def test_one_that_rose_goes_before_others_of_its_old_tier_and_is_charged_in_the_new_one() -> None:
     async with World() as world:
         holder = await world.ask("critical")

@@ -15,6 +15,7 @@ from sidecar.apis import Api
 from sidecar.errors import InvalidBody, ModelNotFound
 from sidecar.payload.decode import decode
 from sidecar.policy.fleet import ModelPolicy
+from sidecar.policy.tenant import Tenant
 from tests.support.middleware import policy
 
 
@@ -39,12 +40,37 @@ def test_an_error_lists_the_first_models_only() -> None:
         found.model_for(None, b"{}")
 
 
+def test_a_tenant_is_shown_the_names_that_it_may_use_alone() -> None:
+    found, bounded = names(m=("em",), n=(), x=()), Tenant(name="t", level=0, models=("e*", "n", "gone"))
+    refusals = []
+    for name in ("x", "absent", "m"):
+        with pytest.raises(ModelNotFound) as refused:
+            found.refuse_others(bounded, name, b"{}")
+        refusals.append(refused)
+    found.refuse_others(bounded, "gone", b"{}")
+    with pytest.raises(ModelNotFound) as refused:  # it is allowed, and no pool has it
+        found.model_for("gone", b"{}", bounded)
+    said = [each.value.message.partition("; ") for each in (*refusals, refused)]
+    assert {each[2] for each in said} == {"send one of em, n"}
+    assert [each[0] for each in said] == [f'no pool serves the model "{name}"' for name in ("x", "absent", "m", "gone")]
+    with pytest.raises(InvalidBody, match=r"^model: missing; send one of em, n$"):
+        found.refuse_others(bounded, None, b"{}")
+    with pytest.raises(ModelNotFound, match=r"; GET /v1/models lists those there are$"):
+        found.refuse_others(replace(bounded, models=("gone",)), "m", b"{}")
+    names(n=()).refuse_others(bounded, None, b"{}")  # the only model there is, as without a bound
+    with pytest.raises(InvalidBody, match="upload"):
+        found.refuse_others(bounded, "n", None)
+
+
 @pytest.mark.parametrize("name", ["x" * 2**20, "sk-" + "a" * 64, "line\nbreak\x1b[31m", "\u202eevil"])
 def test_a_clients_name_is_shown_on_a_short_line(name: str) -> None:
     with pytest.raises(ModelNotFound) as refused:
         names(m=(), n=()).model_for(name, b"{}")
-    assert len(refused.value.message) < 130
-    assert refused.value.message.isprintable()
+    with pytest.raises(ModelNotFound) as bounded:
+        names().refuse_others(Tenant(name="t", level=0, models=("m*", "n")), name, b"{}")
+    for refusal in (refused, bounded):
+        assert len(refusal.value.message) < 130
+        assert refusal.value.message.isprintable()
 
 
 @pytest.mark.parametrize(

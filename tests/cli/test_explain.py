@@ -48,6 +48,26 @@ def explained(policy: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(target.read_text())
 
 
+def test_the_models_of_a_tenant_and_the_name_for_the_engine_are_explained(
+    policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (policy / "policy.yaml").write_text(f"{POOL}aliases: {{gpt-4o: {{as: llama}}}}\n")
+    file = policy / "tenants" / "acme.yaml"
+    file.write_text(file.read_text() + 'models: ["gpt*", "o*"]\n')
+    asked = ("--path", "/v1/chat/completions", "--key", KEY)
+    code, found = explained(policy, *asked)  # its small body names a model that the tenant may use
+    assert (code, found["tenant"]["models"]) == (0, ["gpt*", "o*"])
+    assert found["engine"]["member"] == {"priority": 0.0, "model": "llama"}
+    (policy / "body.json").write_text('{"model": "llama", "messages": [{"role": "user", "content": "x"}]}')
+    code, found = explained(policy, *asked, "--body", str(policy / "body.json"))
+    assert (code, found["error"]["code"]) == (1, "model_not_found")
+    assert found["error"]["message"] == 'no pool serves the model "llama"; send one of gpt*, o*'
+    assert main(["explain", str(policy), *asked]) == 0
+    printed = capsys.readouterr().out
+    assert "   it may use the models gpt*, o*\n" in printed
+    assert '   body member "model": "llama"\n' in printed
+
+
 def test_a_deadline_is_explained_with_the_tier_to_which_it_rises(
     policy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

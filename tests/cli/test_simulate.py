@@ -85,6 +85,20 @@ def test_every_request_has_one_end_and_the_same_seed_gives_the_same_figures(fold
         assert {"p50", "p99"} <= set(one["tiers"]["high"]["ttft_s"])
 
 
+def test_rows_with_a_deadline_wait_until_then(folder: Path) -> None:
+    path = folder / "now" / "policy.yaml"
+    path.write_text(path.read_text().replace("max_wait: 3s, max_requests: 40", "max_wait: 1s, max_deadline: 1h"))
+    busy = {"timestamp": 0, "input_length": 3000, "output_length": 900, "tier": "high"}
+    late = {"timestamp": 1, "input_length": 3000, "output_length": 9, "tier": "batch"}
+    rows = [busy, busy, busy, late, {**late, "deadline": 2000}, {**late, "deadline": 60_000}]
+    rows.append({**busy, "timestamp": 2, "deadline": 60_000})
+    (folder / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, run = played(folder, "now")
+    assert [one.refusal for one in run.offered] == [
+        None, None, None, "queue_timeout", "deadline", None, "invalid_header",
+    ]  # fmt: skip
+
+
 def test_the_seeds_differ(folder: Path) -> None:
     first, second = simulate(folder, "--seeds", "2")["runs"]
     assert first["tiers"] != second["tiers"]

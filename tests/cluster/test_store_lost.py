@@ -131,6 +131,7 @@ async def check_pages(replica: Replica, clients: int, part: dict[str, int]) -> N
     assert gauge(metrics, "admission_capacity_requests") == part["requests"]
     assert gauge(metrics, "admission_capacity_tokens") == part["tokens"]
     assert gauge(metrics, "admission_store_available") == 0
+    assert gauge(metrics, "admission_capacity_wanted") > 0, "an autoscaler that read 0 would end the engines"
     queued, held = (gauge(metrics, f"admission_{name}_requests") for name in ("queue", "held"))
     assert held <= part["requests"]
     assert abs(queued + held - clients) <= 3, "its clients always ask; one or two are between two requests"

@@ -18,6 +18,7 @@ from sidecar.app import AdmissionMiddleware
 from tests.fleet.named_engine import NamedEngine
 from tests.support.in_process import serving_sidecar
 from tests.support.late import anthropic, openai
+from tests.support.middleware import answer
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -28,12 +29,15 @@ POLICY = """\
 engine: vllm
 mode: {mode}
 {engines}
-aliases: {{gpt-4o: {{as: llama-70b}}, claude-x: {{as: my-lora}}}}
+aliases: {{gpt-4o: {{as: llama-70b}}, claude-x: {{as: my-lora}}{more}}}
 tiers: {{normal: {{}}}}
-sources: [header, endpoint, key]
+sources: [header, endpoint, key, service_tier]
+service_tiers: {{flex: normal}}
+gateway: {{tenant_header: x-tenant, addresses: ["127.0.0.1"]}}
 anonymous: deny
 tenants: tenants/*.yaml
 """
+GONE = ", gone-x: {as: gone}"
 ONE, TWO, MODELS, MOUNTED = "one engine", "two engines", "a pool for each model", "mounted"
 LONG = pytest.mark.long
 
@@ -41,8 +45,8 @@ LONG = pytest.mark.long
 class Stack:
     """The sidecar's address, and its engines: the last has the model qwen, each other one llama-70b and my-lora."""
 
-    def __init__(self, url: str, engines: list[NamedEngine]) -> None:
-        self.url, self.engines = url, engines
+    def __init__(self, url: str, engines: list[NamedEngine], admin_url: str = "") -> None:
+        self.url, self.engines, self.admin_url = url, engines, admin_url
 
     def asked(self) -> list[str | None]:
         """The models of all requests that reached an engine since the last call."""
@@ -72,7 +76,9 @@ class Stack:
 
 def write(folder: Path, engines: str, mode: str = "enforce") -> Path:
     """The policy."""
-    (folder / "policy.yaml").write_text(POLICY.format(mode=mode, engines=engines))
+    (folder / "policy.yaml").write_text(
+        POLICY.format(mode=mode, engines=engines, more="" if "models:" in engines else GONE)
+    )
     (folder / "tenants").mkdir(exist_ok=True)
     for number, (key, models) in enumerate(TENANTS.items()):
         digest = hashlib.sha256(key.encode()).hexdigest()
@@ -105,7 +111,7 @@ async def stack(folder: Path, way: str, mode: str = "enforce") -> AsyncIterator[
             text = f"engines: {{static: [{listed}], {capacity}}}\n{models if way == MODELS else ''}"
             path, upstream = write(folder, text, mode), None
         sidecar = await served.enter_async_context(serving_sidecar(path, upstream))
-        yield Stack(sidecar[0], engines)
+        yield Stack(sidecar[0], engines, sidecar[1])
 
 
 @pytest.fixture(params=[ONE, pytest.param(TWO, marks=LONG), MODELS, MOUNTED])
@@ -132,8 +138,8 @@ async def test_a_model_that_is_not_allowed_is_answered_as_one_that_is_not_there(
         assert unknown[0] == 404
         assert (unknown[1]["error"]["code"], unknown[1]["error"]["param"]) == ("model_not_found", "model")
         for name in hidden:
-            status, answer = await each_way.chat(name, key)
-            assert (status, json.dumps(answer).replace(name, "absent")) == (404, json.dumps(unknown[1])), name
+            status, refused = await each_way.chat(name, key)
+            assert (status, json.dumps(refused).replace(name, "absent")) == (404, json.dumps(unknown[1])), name
     assert each_way.asked() == []
 
 
@@ -198,6 +204,54 @@ async def test_a_model_given_twice_is_a_400(one: Stack) -> None:
         assert (status, json.loads(answer)["error"]["message"]) == (400, "model: given twice; send it once")
 
 
+async def test_a_tenant_that_a_gateway_names_is_bound_alike(each_way: Stack) -> None:
+    body = json.dumps({"model": "qwen", "messages": HELLO}).encode()
+    named = {"x-tenant": "t1"}
+    assert (await each_way.send("POST", "/v1/chat/completions", None, body, **named))[0] == 404
+    assert (await each_way.send("POST", "/tokenize", None, body, **named))[0] == 404
+    status, _, listed = await each_way.send("GET", "/v1/models", None, **named)
+    assert (status, [one["id"] for one in json.loads(listed)["data"]]) == (200, ["llama-70b", "my-lora"])
+
+
+async def test_its_own_page_names_no_pool_that_a_tenant_may_not_use(tmp_path: Path) -> None:
+    async with stack(tmp_path, MODELS) as running:
+        for key, models in ((ALL, ["llama-70b", "qwen"]), (LLAMA_ONLY, ["llama-70b"]), (ALIAS_ONLY, ["gpt-4o"])):
+            page = json.loads((await running.send("GET", "/v1/admission/self", key))[2])
+            assert list(page["models"]) == models
+
+
+@pytest.mark.parametrize(
+    ("answered", "status"),
+    [
+        ((200, b"<html>llama-70b"), 502),
+        ((200, b'{"data": {"id": "qwen"}}'), 502),
+        ((200, b'{"data": ["qwen"]}'), 502),
+        ((200, b'{"data": [{"id": ["qwen"]}]}'), 502),
+        ((200, b'["qwen"]'), 502),
+        ((307, b"/v1/models"), 502),
+        ((503, b'{"error": "it starts"}'), 503),
+    ],
+)
+async def test_a_list_that_cannot_be_read_is_shown_to_no_tenant_with_models(
+    tmp_path: Path, answered: tuple[int, bytes], status: int
+) -> None:
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await NamedEngine("m")(scope, receive, send)
+        else:
+            await answer(send, answered[1], answered[0])
+
+    app = AdmissionMiddleware(engine, str(write(tmp_path, "capacity: {tokens: 20k, requests: 8}")))
+    async with serving(app) as served:
+        running = Stack(served.url, [])
+        for path in ("/v1/models", "/v1/models/qwen"):
+            found, _, body = await running.send("GET", path, LLAMA_ONLY)
+            assert (found, b"qwen" in body) == (status, False)
+        if answered[0] != 307:  # the client would follow it
+            found, _, body = await running.send("GET", "/v1/models", ALL)
+            assert (found, body) == answered
+
+
 # -- aliases
 
 
@@ -250,6 +304,12 @@ async def test_an_alias_works_in_every_mode_and_nothing_is_refused(tmp_path: Pat
         stream = await client.chat.completions.create(model="gpt-4o", messages=HELLO, max_tokens=3, stream=True)
         assert {event.model async for event in stream} == {"gpt-4o"}
         assert running.asked() == ["llama-70b"] * 3
+        if mode == "observe" and way != MOUNTED:
+            headers = {"x-request-id": "refused"}
+            await client.chat.completions.create(model="qwen", messages=HELLO, max_tokens=3, extra_headers=headers)
+            async with aiohttp.ClientSession() as admin, admin.get(f"{running.admin_url}/requests/refused") as page:
+                verdict = (await page.json())["dry_run"]
+            assert (verdict["verdict"], verdict["code"]) == ("refused", "model_not_found")
         assert len([model async for model in client.models.list()]) == 5
 
 
@@ -262,6 +322,36 @@ async def test_a_compressed_body_is_renamed(each_way: Stack) -> None:
         status, _, answer = await each_way.send("POST", path, ALIAS_ONLY, packed, **{"content-encoding": "gzip"})
         assert status == 200, answer
     assert each_way.asked() == ["llama-70b", "llama-70b"]
+
+
+async def test_an_alias_of_a_model_that_is_not_there_is_the_engines_404_in_the_clients_words(one: Stack) -> None:
+    status, answer = await one.chat("gone-x", LLAMA_ONLY)
+    assert (status, answer["error"]["message"]) == (404, "The model `gone-x` does not exist.")
+    assert one.asked() == ["gone"]
+    status, _, body = await one.send("POST", "/tokenize", LLAMA_ONLY, b'{"model": "gone-x"}')
+    assert (status, json.loads(body)["error"]["message"]) == (404, "The model `gone-x` does not exist.")
+    assert b"gone" not in (await one.send("GET", "/v1/models", ALL))[2]
+
+
+async def test_a_body_in_chunks_is_renamed(each_way: Stack) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for part in (b'{"model": "gpt', b'-4o", "prompt": "x"', b"}"):
+            yield part
+
+    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {ALIAS_ONLY}"}) as client:
+        for path in ("/v1/completions", "/tokenize"):
+            async with client.post(each_way.url + path, data=parts()) as got:
+                assert got.status == 200
+    assert each_way.asked() == ["llama-70b", "llama-70b"]
+
+
+async def test_an_alias_and_a_service_tier_are_both_in_the_answer(one: Stack) -> None:
+    for streams in (False, True):
+        body = {"model": "gpt-4o", "service_tier": "flex", "messages": HELLO, "max_tokens": 2, "stream": streams}
+        _, _, answer = await one.send("POST", "/v1/chat/completions", ALIAS_ONLY, json.dumps(body).encode())
+        events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
+        for found in events or [json.loads(answer)]:
+            assert (found["model"], found["service_tier"]) == ("gpt-4o", "flex")
 
 
 async def test_a_body_that_names_an_alias_twice_reaches_the_engine_with_one_name(one: Stack) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
+import pytest
+
 from sidecar.policy.compiler import load, load_files
+from sidecar.policy.stored_tenants import InvalidTenant, read_record
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.warnings import warnings
 from tests.policy.files import SMALL, mistakes, pool, tenant
@@ -19,7 +23,7 @@ models: {llama-70b: {engines: [a], aliases: [llama]}, qwen-7b: {engines: [b]}}
 """
 ACME = 'tenant: acme\nkeys: ["sha256:' + "0" * 64 + '"]\ntier: high\n'
 FORM = "write up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -, and * for any characters"
-NO_NAME = '"a b" is not an engine\'s name of a model; write up to 200 visible ASCII characters'
+NO_NAME = "7 is not an engine's name of a model; put it in quotes, or write llama-70b"
 KNOWN = "the engines of llama-70b know this name itself; remove one of the two"
 KEYLESS = "requests without a key may use every model, also those that tenant acme may not; write deny"
 SHOWN = "/v1/models shows every model to whoever asks without a key; remove it here"
@@ -78,6 +82,16 @@ def test_a_wrong_list_of_models_says_what_would_be_right(tmp_path: Path, models:
     assert [message.split(": ", 1)[1] for message in found] == [said]
 
 
+def test_a_tenant_of_the_store_has_models_too(tmp_path: Path) -> None:
+    record = {"tenant": "x", "tier": "high", "keys": ["sha256:" + "0" * 64], "models": ["llama*"]}
+    policy = load(pool(tmp_path))
+    stored = read_record(json.dumps(record).encode(), policy)
+    assert stored.tenant.models == ("llama*",)
+    assert json.loads(stored.text())["models"] == ["llama*"]
+    with pytest.raises(InvalidTenant, match=r"^models: not a list with something in it"):
+        read_record(json.dumps({**record, "models": []}).encode(), policy)
+
+
 @each(
     ("aliases", "said"),
     [
@@ -88,7 +102,7 @@ def test_a_wrong_list_of_models_says_what_would_be_right(tmp_path: Path, models:
             "{g: {to: m}}",
             ["aliases.g.as: missing; write as: llama-70b", "aliases.g.to: no such key; the keys here are as"],
         ),
-        ("{g: {as: 'a b'}}", [f"aliases.g.as: {NO_NAME}"]),
+        ("{g: {as: 7}}", [f"aliases.g.as: {NO_NAME}"]),
         ("{g: {as: g}}", ['aliases.g.as: "g" is an alias itself; write the name that the engine knows']),
         ("{g: {as: h}, h: {as: /m}}", ['aliases.g.as: "h" is an alias itself; write the name that the engine knows']),
         ("{g: {as: /models/m}, h: {as: /models/m}}", []),

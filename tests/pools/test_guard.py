@@ -96,9 +96,11 @@ async def test_misses_take_room_and_no_lease(harness: Harness) -> None:
     pool = await harness.pool(guarded(), clock)
     first, other = await batch(pool, 5, 4)
     before = share(pool)
+    assert pool.guards()[0].usable == 1, "nothing has failed yet"
     miss(pool)
     await after(harness, pool, clock, 5)
     assert 0 < share(pool) < before
+    assert pool.guards()[0].usable == before, "where it failed last"
     assert (first.grant is None, other.grant is None) == (False, False)
     (second,) = await batch(pool, 1)
     await harness.quiet(pool)

@@ -195,6 +195,7 @@ def _policy_findings(policy: Policy, survey: Survey) -> Iterator[Finding]:
     yield from _carrier(policy, survey)
     yield from _capacity(policy, survey)
     yield from _spread(policy, survey)
+    yield from _aliases(policy, survey)
 
 
 def _carrier(policy: Policy, survey: Survey) -> Iterator[Finding]:
@@ -240,6 +241,16 @@ def _spread(policy: Policy, survey: Survey) -> Iterator[Finding]:
             f"{beyond}",
             f"start {title} with {known.threshold} {span}, or with {known.no_preemption}",
         )
+
+
+def _aliases(policy: Policy, survey: Survey) -> Iterator[Finding]:
+    served = survey.identity.models
+    for alias, one in policy.aliases.items() if served and not policy.models else ():
+        if one.model not in served:
+            yield Finding(
+                f"the alias {alias} is {one.model}, which the engine does not serve: it lists {', '.join(served)}",
+                f"write one of these names as `aliases: {{{alias}: {{as: NAME}}}}`, or serve {one.model} there",
+            )
 
 
 def _engine_findings(survey: Survey) -> Iterator[Finding]:

@@ -35,6 +35,8 @@ def plan(rows: Sequence[TraceRow], tiers: Sequence[str], writer: Writer, asking:
     planned: list[Planned] = []
     for index, (row, tier) in enumerate(zip(rows, tiers, strict=True)):
         headers, members = asking.of(tier, _APIS[writer.path(row)])
+        if row.deadline_s is not None:
+            headers = {**headers, "x-admission-deadline": f"{round(row.deadline_s * 1000)}ms"}
         after = None if row.session is None else last.get(row.session)
         conversation = Conversation() if row.session is None else conversations.setdefault(row.session, Conversation())
         planned.append(

@@ -153,7 +153,8 @@ class TraceRow:
     Its prompt is one of these: `input_tokens` to be made up (with equal blocks where `hash_ids` are equal), `text`,
     `messages`, or the whole body as `payload`. `output_tokens` is None where the engine decides. Rows of one `session`
     are turns of a conversation; `is_delta` says that the turns before, and their answers, come before its `messages`.
-    `extra` goes into the body as it is. `priority` is what the row says about its tier: a name, or a number.
+    `extra` goes into the body as it is. `priority` is what the row says about its tier: a name, or a number. It has
+    `deadline_s` to wait, None for no deadline.
     """
 
     line: int
@@ -170,6 +171,7 @@ class TraceRow:
     delay_s: float = 0.0
     extra: Mapping[str, Any] = field(default_factory=dict)
     priority: str | float | None = None
+    deadline_s: float | None = None
 
     def at(self, at_s: float | None) -> TraceRow:
         """Copy of the row at another time."""
@@ -237,6 +239,7 @@ class _MooncakeRow(msgspec.Struct):
     message_mode: Literal["history", "delta"] = "history"
     session_id: str | int | None = None
     delay: _Milliseconds | None = None
+    deadline: _Milliseconds | None = None
     extra: dict[str, Any] | None = None
     tier: Any = None
     priority: Any = None
@@ -269,6 +272,7 @@ def read_mooncake_row(line: str, number: int) -> TraceRow:
         is_delta=found.payload is None and (found.messages is None or found.message_mode == "delta"),
         session=None if found.session_id is None else str(found.session_id),
         delay_s=(found.delay or 0.0) / 1000,
+        deadline_s=None if found.deadline is None else found.deadline / 1000,
         priority=_priority(found, extra),
         extra=extra,
     )

@@ -35,11 +35,12 @@ class Request(Job):
     none: then `refusal` says why. `first_us` is when its first token came. One that `has_left` has no client any more.
     """
 
-    __slots__ = ("at_us", "end_us", "engine", "first_us", "has_left", "refusal", "tenant", "tier")
+    __slots__ = ("at_us", "deadline_s", "end_us", "engine", "first_us", "has_left", "refusal", "tenant", "tier")
 
     def __init__(self, row: TraceRow, tier: int, tenant: str, blocks: Sequence[BlockHash]) -> None:
         super().__init__(row.input_tokens or 1, row.output_tokens or 1, blocks)
         self.at_us = round((row.at_s or 0.0) * 1e6)
+        self.deadline_s = row.deadline_s
         self.tier = tier
         self.tenant = tenant
         self.engine: int | None = None

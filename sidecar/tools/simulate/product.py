@@ -13,7 +13,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import msgspec
+
 from sidecar.admission.charges import charges_by_model
+from sidecar.admission.deadline import latest_deadline_us
 from sidecar.admission.intake import SizedRequest, sized_for
 from sidecar.admission.policy_snapshot import objective_for
 from sidecar.admission.request_gain import GainMeter
@@ -22,7 +25,7 @@ from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.engines.speed import Coefficients, EngineSpeeds
-from sidecar.errors import AdmissionError, QueueTimeout
+from sidecar.errors import AdmissionError, DeadlinePassed, QueueTimeout
 from sidecar.identity.classify import Classification, Fallback
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSize, LeaseSizes
@@ -37,6 +40,11 @@ from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, SimulatedEngines
 
 CHAT = "/v1/chat/completions"
+_CODES = {
+    EndCause.DISCONNECTED: ABANDONED,
+    EndCause.TOO_LONG: QueueTimeout.code,
+    EndCause.DEADLINE: DeadlinePassed.code,
+}
 _MOST_HITS = 8
 _PAYLOAD = decode(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "user"}], "stream": True}).encode())
 
@@ -185,6 +193,11 @@ class ProductAdmission:
         """Takes the request's turn in the pool, as often as it is preempted."""
         request = held.request
         try:
+            if request.deadline_s is not None:
+                now_us = self._pool.now_us()
+                asked_us = now_us + round(request.deadline_s * 1e6)
+                latest_us = latest_deadline_us(self._policy, request.tier, asked_us, now_us)
+                sized = msgspec.structs.replace(sized, deadline_us=latest_us, objective=None)
             sized = sized_for(self._pool, sized, self._sizes, self._gain, self._names)
             turn = held.turn = Turn(self._pool, self._policy, sized, sized.ask(), held, sizes=self._sizes)
             async with turn as first:
@@ -208,7 +221,7 @@ class ProductAdmission:
                         break
                     grant = await turn.requeue()
         except TurnEnded as end:
-            self._end(request, ABANDONED if end.cause is EndCause.DISCONNECTED else QueueTimeout.code)
+            self._end(request, _CODES[end.cause])
         except AdmissionError as error:
             self._end(request, error.code)
 

@@ -11,6 +11,7 @@ from sidecar.engines import Engine
 from sidecar.engines.base import Facts, Gauges
 from sidecar.engines.discovery import Identity
 from sidecar.policy.compiler import load
+from sidecar.policy.fleet import ModelAlias
 from sidecar.policy.model import Policy
 from sidecar.tools.doctor.conditions import is_before
 from sidecar.tools.doctor.examination import Finding, compare, harm, sent
@@ -60,6 +61,14 @@ def test_another_engine_answers(policy: Policy) -> None:
     assert finding.is_broken
     assert "`engine: vllm`, but sglang answers" in finding.text
     assert "`engine: sglang`" in finding.fix
+
+
+def test_an_alias_of_a_model_that_the_engine_does_not_serve(policy: Policy) -> None:
+    aliases = {"gpt-4o": ModelAlias("llama"), "o": ModelAlias("m")}
+    seen = replace(survey(), identity=Identity(VLLM, "/v1/models", "m", models=("m", "my-lora")))
+    finding = only(compare(replace(policy, aliases=aliases), seen))
+    assert finding.text == "the alias gpt-4o is llama, which the engine does not serve: it lists m, my-lora"
+    assert "`aliases: {gpt-4o: {as: NAME}}`" in finding.fix
 
 
 def test_a_capacity_beyond_the_engines(policy: Policy) -> None:

@@ -60,6 +60,12 @@ def test_by_tier_is_the_policy_s_header() -> None:
     )
 
 
+def test_a_row_s_deadline_is_the_header_of_deferred_work() -> None:
+    rows = [TraceRow(1, 0.0, 10, 5, deadline_s=deadline_s) for deadline_s in (None, 1.5, 86_400.0)]
+    found = [one.headers for one in planned(*rows, asking=Asking(By.TIER, TIERS))]
+    assert [headers.get("x-admission-deadline") for headers in found] == [None, "1500ms", "86400000ms"]
+
+
 def test_by_key_is_the_tier_s_key_and_nothing_else() -> None:
     asking = Asking(By.KEY, TIERS, keys={"high": "sk-1", "batch": "sk-2"}, api_key="sk-all")
     assert [asked(asking, tier)[0] for tier in TIERS] == [
