@@ -17,7 +17,7 @@ THOUSANDTHS = 1000
 @dataclass(frozen=True, slots=True)
 @declared
 class TokenCost:
-    """Weights of a model's tokens. What counts is rounded up to a whole number."""
+    """Weights of a model's tokens. The sum of a request is rounded up."""
 
     input_thousandths: of.TokenWeight = key("1", "A token of the prompt.", 1)
     cached_thousandths: Annotated[int, ReadAs(of.TokenWeight | None)] = key(

@@ -21,7 +21,7 @@ from sidecar.cli import main
 from sidecar.errors import TenantLimit
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
-from sidecar.policy.tenant import Account, Limits, Tenant
+from sidecar.policy.tenant import Account, AccountLimits, Limits, Tenant
 from sidecar.pools import Ask, Pool
 from sidecar.pools.base import StoreError
 from sidecar.pools.redis.connection import StoreConnection
@@ -417,6 +417,32 @@ async def test_a_tenant_over_its_budget_falls_to_the_lower_tier_where_it_has_one
     assert (lower.tier, lower.accounts, lower.downgrade) == (3, (), None)
     with pytest.raises(TenantLimit):  # where the lower tier could never hold it, it is over its limit
         usage.within(Ask(2, "acme", 1, 10**9, 1), tenant, pool)
+
+
+async def test_a_budget_at_a_model_counts_beside_the_tenants_own_on_every_replica() -> None:
+    ledger = Ledger(Clock())
+    one, other = usage_of(ledger), usage_of(ledger)
+    limits = Limits(tokens_per_day=100, models={"m": AccountLimits(tokens_per_day=30, tokens_per_month=1000)})
+    tenant = Tenant(name="acme", level=2, max_level=1, limits=limits)
+    at_model = tenant.account_at("m")
+    assert at_model is not None
+    assert (tenant.account_at("other"), one.used_up(tenant, [at_model])) == (None, None)
+    assert other.used_up(tenant, [at_model]) is None
+    one.add("acme", "normal", "m", 5, 5, 40, [at_model])  # by its weights
+    for usage in (one, other):
+        await usage.flush()
+        over = usage.used_up(tenant, [at_model])
+        assert over is not None
+        assert "tenant acme (model m) has used 40 tokens of its 30 per day" in over.message
+        assert (usage.used_up(tenant), usage.budgets(tenant.account)["day"].used) == (None, 40)
+        assert usage.budgets(at_model)["month"].used == 40
+    other.add("acme", "normal", "other", 30, 30)
+    await other.flush()
+    await one.flush()
+    over = one.used_up(tenant, [at_model])
+    assert over is not None
+    assert "tenant acme has used 100 tokens of its 100 per day" in over.message
+    assert list(ledger.entries.values()) == [UsageFigures(1, 5, 5), UsageFigures(1, 30, 30)]
 
 
 async def test_names_that_clients_make_up_are_counted_together() -> None:
