@@ -17,6 +17,7 @@ from sidecar.policy.choices import (
     Order,
     StoredTenants,
 )
+from sidecar.policy.cost import TokenCost
 from sidecar.policy.fleet import EngineAddress, largest_size, pool_prefill, pool_size
 from sidecar.policy.hours import ByHours, ChangesByHours, Hours, HoursNow, borders_s, covering, entry_at
 from sidecar.policy.pool_file import PoolFile
@@ -127,6 +128,23 @@ class Policy(PoolFile):
         """
         called = {name: model for model, one in self.models.items() for name in (model, *one.aliases)}
         return called | {alias: called.get(one.model, one.model) for alias, one in self.aliases.items()}
+
+    @property
+    def has_costs(self) -> bool:
+        """True if tokens are weighted, of one model at least."""
+        costs = [self.cost, *(model.cost for model in self.models.values())]
+        return any(cost is not None and not cost.is_plain for cost in costs)
+
+    @property
+    def costs(self) -> Mapping[str, TokenCost]:
+        """The weights of tokens by model, in a pool for all `any model`; none where each token counts as one."""
+        return {model: self.cost_for(model) for model in self.models or ("any model",)} if self.has_costs else {}
+
+    def cost_for(self, model: str | None) -> TokenCost:
+        """The weights of the tokens of a model, or of others than those of the policy."""
+        of_model = self.models.get(model or "")
+        own = None if of_model is None else of_model.cost
+        return own or self.cost or TokenCost.plain()
 
     @property
     def reads_capacity(self) -> bool:

@@ -101,6 +101,8 @@ def play(ledger: Any, seed: int, steps: int = 120) -> int:
             ],
         }  # fmt: skip
         is_statement = luck.random() < 0.05
+        if is_statement and luck.random() < 0.7:
+            replica.call(now, "ask")  # the answer of the last call was lost
         if luck.random() < 0.02:
             replica.call(now, "bye")
         reply = replica.call(now, "state" if is_statement else "call", **fields)
@@ -229,7 +231,8 @@ def test_a_request_is_charged_to_all_of_its_accounts_or_to_none(ledger: Any) -> 
     assert verdicts(first) == [None, None, None, Limit.TOKENS, None]
     assert [verdict.charge is None for verdict in first.verdicts] == [False, False, True, True, False]
     assert [grant.bid for grant in first.grants] == [11, 13]
-    again = x.call(2_000, "state", metered=asked[:2])  # the answer got lost, and the client of the third left
+    x.call(2_000, "ask")  # the answer got lost, and the client of the third left
+    again = x.call(2_000, "state", metered=asked[:2])
     assert again.verdicts == first.verdicts[:2]
     lefts = [verdict.tokens for verdict in y.call(2_000, metered=y.ask_of(both, 0, charges=False)).verdicts]
     assert lefts == [(540, 6_000_000), (40, 36_000_000)]
@@ -261,9 +264,17 @@ def test_a_request_without_an_answer_is_charged_once(ledger: Any) -> None:
     x, y = joined(ledger, "x", "y")
     asked = [x.ask(EACH, 300), x.ask(EACH, 100)]
     first = x.call(2_000, metered=asked)  # the answer gets lost, and the client of the second leaves
+    x.call(2_000, "ask")
     again = x.call(2_000, "state", metered=asked[:1])
     assert again.verdicts == first.verdicts[:1]
     (verdict,) = y.call(2_000, metered=[y.ask(EACH, 0, charges=False)]).verdicts
+    assert verdict.tokens == (300, 30_000_000)
+
+
+def test_a_replica_with_other_rules_keeps_the_charges_that_it_knows(ledger: Any) -> None:
+    (x,) = joined(ledger, "x")
+    x.call(2_000, metered=[x.ask(EACH, 300)])
+    (verdict,) = x.call(2_000, "state", replaces=True, metered=[x.ask(EACH, 0, charges=False)]).verdicts
     assert verdict.tokens == (300, 30_000_000)
 
 

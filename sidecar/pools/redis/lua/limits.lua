@@ -153,7 +153,9 @@ local function take_limits(member, last_number)
     if first_call > last_number then settle(charge, used, is_counted, was_held) end
   end
   local known, charged, refused = {}, {}, {}
-  for _, packed in ipairs(is_statement and member[CHARGED] or {}) do
+  -- The charges of its call before, whose answer was lost: others were lost between the two.
+  local unanswered = is_statement and call[C_NUMBER] > last_number + 1 and member[CHARGED] or {}
+  for _, packed in ipairs(unanswered) do
     local number = unpacked(packed)[1]
     known[number] = known[number] or {}
     table.insert(known[number], packed)
@@ -171,7 +173,7 @@ local function take_limits(member, last_number)
     end
     i = i + #group
   end
-  for _, packed in ipairs(is_statement and member[CHARGED] or {}) do -- a client that left before the replica had an answer
+  for _, packed in ipairs(unanswered) do -- a client that left before the replica had an answer
     local verdict = unpacked(packed)
     if known[verdict[1]] then settle(verdict[2], 0, true, false) end
   end
