@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from sidecar.admission.intake import RequestIntake, SizedRequest, counted, sized_for
 from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
-from sidecar.admission.request_path import find_endpoint
+from sidecar.admission.request_path import find_endpoint, is_model_list
 from sidecar.admission.turn import Turn, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
@@ -31,7 +31,6 @@ from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
-from sidecar.fleet.model_list import is_model_list
 from sidecar.identity.classify import Asked, Classification, SourceAnswer, api_key
 from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
@@ -240,6 +239,7 @@ class RequestExplanation:
             "clamped_by": self._ceiling(made.tenant) if clamped else None,
             "downgraded_from": None if made.downgraded_from is None else self._names[made.downgraded_from],
             "ignored": list(made.ignored),
+            "user": None if made.user is None else made.user.shown,
         }
 
     def _ceiling(self, tenant: Tenant) -> str:
@@ -393,6 +393,8 @@ def _which(found: Found) -> list[str]:
     if found["ignored"]:
         names = ", ".join(found["ignored"])
         lines.append(f"   ignored: {names}   (response: x-admission-ignored)")
+    if found["user"] is not None:
+        lines.append(f"   user: {found['user'] or 'none is named'}")
     return lines
 
 

@@ -36,7 +36,6 @@ from sidecar.errors import (
 )
 from sidecar.events import Headers
 from sidecar.identity.tokens import TokenVerifier, is_token
-from sidecar.identity.users import RequestUser
 from sidecar.payload.decode import Payload
 from sidecar.policy.choices import StoredTenants, TierSource
 from sidecar.policy.endpoint import Endpoint
@@ -46,6 +45,7 @@ from sidecar.policy.tenant import KeyHolder, Tenant
 
 if TYPE_CHECKING:
     from sidecar.identity.service_tiers import ServiceTiers
+    from sidecar.identity.users import RequestUser
 
 API_KEY_HEADERS = (b"x-api-key", b"api-key")
 """Headers that hold a key and nothing else: Anthropic's clients send the first, Azure's the second."""
@@ -127,7 +127,7 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
     tenant's limits, where the request is over them, `risen_from` the level that a request with a deadline had before it
     rose. `ignored` lists the client's priority fields and headers that did not count, as a client writes them, and
-    where a key is that was not read. `user` is None where the tenant does not tell its users apart.
+    where a key is that was not read. `user` is None where the tenant has no `users`.
     """
 
     tenant: Tenant

@@ -185,7 +185,7 @@ class Tenant:
     downgrade_level: of.OverLimit | None = key(
         None, "Over a limit: `reject` (the default), or {downgrade: TIER}.", name="over_limit"
     )
-    users: Users | None = key(None, "Its end users, if they are told apart.")
+    users: Users | None = key(None, "Its end users: turns and limits of their own. Default: none.")
 
     def may_use(self, model: str) -> bool:
         """True if its requests may name this model. Names are compared as they are, also in their case."""

@@ -75,7 +75,7 @@ class FairQueue:
         elif ticket.user is None:
             insort(self._lanes.setdefault(ticket.tenant, []), ticket, key=by_place)
         else:
-            self._users_of(ticket.tenant).add(ticket)
+            self._find_users(ticket.tenant).add(ticket)
         self._tag(ticket.tenant)
 
     def remove(self, ticket: Ticket) -> None:
@@ -270,7 +270,7 @@ class FairQueue:
         if (users := self.users.get(tenant)) is not None and users.is_at_rest():
             del self.users[tenant]
 
-    def _users_of(self, tenant: str) -> UserTurns:
+    def _find_users(self, tenant: str) -> UserTurns:
         users = self.users.setdefault(tenant, UserTurns())
         users.lane = self._lanes.setdefault(tenant, users.lane)
         return users
