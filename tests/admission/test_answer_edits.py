@@ -176,8 +176,8 @@ def test_what_is_too_large_passes_as_it_is_and_is_not_held(monkeypatch: pytest.M
     shown = Client([line[:80], line[80:140], line[140:], b'\ndata: {"model":"x"}', b"\n\n"], writes=True)
     assert shown.bodies[:2] == [b"", line[:140]]
     assert shown.body == line + b'\ndata: {"model":"alias"}\n\n'
-    shown = Client([line[:140], line[140:], b'"', b'}\n'])  # the rest of a line does not wait
-    assert shown.bodies == [line[:140], line[140:], b'"', b'}\n', b""]
+    shown = Client([line[:140], line[140:], b'"', b"}\n"])  # the rest of a line does not wait
+    assert shown.bodies == [line[:140], line[140:], b'"', b"}\n", b""]
     # The rest of a line is no line, whatever it looks like.
     shown = Client([line[:140], b'data: {"model":"x"}\ndata: {"model":"x"}\n\n'], writes=True)
     assert shown.body == line[:140] + b'data: {"model":"x"}\ndata: {"model":"alias"}\n\n'
