@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from sidecar.admission.answer_edits import AnswerEditor, Edit
 
 EVENTS = b"text/event-stream"
+_AFTER = b"; \t,"
+"""Bytes that may follow a type in `content-type`: `application/json-seq` is another one."""
 LONGEST_ERROR = 64 * 1024
 """Bytes of an error's body that are passed on in an event; real ones have a few hundred."""
 
@@ -135,7 +137,12 @@ def _phrase(status: int) -> str:
 
 def has_type(headers: Headers, kind: bytes = EVENTS) -> bool:
     """True if a response's headers say that its body is of this type, by default a stream of events."""
-    return any(name.lower() == b"content-type" and value.lower().startswith(kind) for name, value in headers)
+    return any(
+        name.lower() == b"content-type"
+        and value.lower().startswith(kind)
+        and value[len(kind) : len(kind) + 1] in _AFTER
+        for name, value in headers
+    )
 
 
 def may_be_edited(head: Message, *, errors: bool = False) -> bool:

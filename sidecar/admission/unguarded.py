@@ -233,10 +233,7 @@ async def checked_with_keys(controller: AdmissionController, scope: Scope) -> tu
 
 
 def _checked(controller: AdmissionController, scope: Scope) -> tuple[Scope, Tenant | None]:
-    """The scope for the app, and the tenant where a key is needed.
-
-    Raises NotGuarded, UpgradeRequired, or InvalidApiKey where there is none.
-    """
+    """The scope for the app, and who asks if that counts. Raises NotGuarded, UpgradeRequired or InvalidApiKey."""
     snapshot = controller.snapshot
     if snapshot.names.need_tenant and asked_model(scope) is not None and not is_public(snapshot.policy, scope):
         return with_engine_key(controller, scope)

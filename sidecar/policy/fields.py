@@ -262,10 +262,6 @@ def distinct(values: tuple[V, ...]) -> tuple[V, ...]:
     return values
 
 
-def _unless_all(patterns: tuple[str, ...]) -> tuple[str, ...] | None:
-    return patterns if all(pattern.strip("*") for pattern in patterns) else None
-
-
 def _header(value: object) -> bytes:
     name = _header_name(value)
     if name.lower() in _RESERVED_HEADERS:
@@ -566,5 +562,5 @@ ModelPatterns = Annotated[
     ],
     listed('[llama-70b, "qwen*"]'),
     AfterValidator(distinct),
-    AfterValidator(_unless_all),
+    AfterValidator(lambda patterns: patterns if all(pattern.strip("*") for pattern in patterns) else None),
 ]

@@ -160,6 +160,8 @@ def test_an_answer_of_another_kind_passes_with_its_length_as_it_comes() -> None:
         ([JSON, length], 400),
         ([JSON, length], 503),
         ([length], 200),
+        ([(b"content-type", b"application/json-seq"), length], 200),
+        ([(b"content-type", b"application/jsonl; charset=utf-8")], 200),
     ):
         shown = Client([body[:5], body[5:]], head, status=status)
         assert (shown.head, shown.bodies[:2]) == (head, [body[:5], body[5:]])
