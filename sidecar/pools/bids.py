@@ -271,29 +271,24 @@ class Bids:
 
     def _shift_user(self, tier: _Tier, tenant: str, user: str | None, after: LanePlace, tokens: int) -> None:
         """Moves the places of what a user has after one of them."""
-        for bid, ticket in tier.shown.items():
-            is_own = (ticket.tenant, ticket.user) == (tenant, user)
-            if is_own and ticket.lane_place > after and self._is_tagged(bid, ticket):
+        for ticket in self._in_turns(tier, tenant):
+            if ticket.user == user and ticket.lane_place > after:
                 ticket.place += tokens
         tier.queue.charge_user(tenant, user, tokens)
 
     def _pass_time(self, tier: _Tier, bid: int, ticket: Ticket) -> None:
         """A bid has left its tenant's queue at the ledger: time passes for the tenant's users."""
         if ticket.user is not None and self._is_tagged(bid, ticket):
-            shown = [
-                it.place for of, it in tier.shown.items() if it.tenant == ticket.tenant and self._is_tagged(of, it)
-            ]
-            tier.queue.pass_time(ticket.tenant, min(shown))
+            tier.queue.pass_time(ticket.tenant, min(it.place for it in self._in_turns(tier, ticket.tenant)))
+
+    def _in_turns(self, tier: _Tier, tenant: str) -> list[Ticket]:
+        """The bids of a tenant that wait in its queue at the ledger."""
+        return [it for bid, it in tier.shown.items() if it.tenant == tenant and self._is_tagged(bid, it)]
 
     def _start_after(self, tier: _Tier, ticket: Ticket) -> float:
         """The tag of the first bid that comes after a ticket among its tenant's users."""
-        tenant, place = ticket.tenant, ticket.lane_place
-        tags = [
-            it.start or 0.0
-            for bid, it in tier.shown.items()
-            if it.tenant == tenant and it.lane_place > place and self._is_tagged(bid, it)
-        ]
-        return min(tags, default=math.inf)
+        later = (it.start or 0.0 for it in self._in_turns(tier, ticket.tenant) if it.lane_place > ticket.lane_place)
+        return min(later, default=math.inf)
 
     def _better(self, tier: _Tier, now_us: int) -> Ticket | None:
         """One that earns more than the best that is shown."""
@@ -306,9 +301,8 @@ class Bids:
                 return False
             if not uncharged:
                 uncharged.append(self._uncharged(tier))
-            who = ticket.tenant, ticket.user
-            own = [it for bid, it in tier.shown.items() if (it.tenant, it.user) == who and self._is_tagged(bid, it)]
-            return queue.is_ahead(ticket, uncharged[0].get(ticket.tenant, 0.0), sum(it.tokens for it in own))
+            own = [it.tokens for it in self._in_turns(tier, ticket.tenant) if it.user == ticket.user]
+            return queue.is_ahead(ticket, uncharged[0].get(ticket.tenant, 0.0), sum(own))
 
         ticket = tier.by_gain.find(now_us, is_ahead)
         shown = tier.shown.get(tier.best) if tier.best is not None else None

@@ -68,10 +68,10 @@ class UserTurns:
     def charge(self, ticket: Ticket) -> None:
         """Charges its user for one that leaves, or is shown; the user's first is placed after that."""
         first = self._firsts[ticket.user]
-        self._set_finish(
-            ticket.user, max(first.place - first.charged, self._finish.get(ticket.user, 0)) + ticket.charged
-        )
+        finish = max(first.place - first.charged, self._finish.get(ticket.user, 0)) + ticket.charged
+        self._set_finish(ticket.user, finish)
         if first is not ticket:
+            ticket.place = finish
             self.place_again(ticket.user)
 
     def grow(self, user: str | None, tokens: int) -> None:
