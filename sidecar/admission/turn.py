@@ -193,13 +193,13 @@ class Turn(msgspec.Struct, eq=False):
         `request` has the level from then on that is charged, or whose queue is full. Raises what `Pool.enter`
         raises, TenantLimit where a budget is used up, and DeadlinePassed. Nothing is left in the pool then.
         """
-        ask, lease, tenant, deadline_us = self._ask, None, self.request.classification.tenant, self.request.deadline_us
-        level = ask.tier
+        ask, lease, tenant, beside = self._ask, None, self.request.classification.tenant, self.request.beside
+        level, deadline_us = ask.tier, self.request.deadline_us
         try:
             if deadline_us is not None and deadline_us <= self._pool.now_us():
                 raise DeadlinePassed("the deadline had passed when the request came; send it with a later one")
-            if self.budgets is not None and tenant.limits.have_budgets:
-                ask = self.budgets.within(ask, tenant, self._pool)
+            if self.budgets is not None and (beside or tenant.limits.budgets):
+                ask = self.budgets.within(ask, tenant, self._pool, beside)
                 level = ask.tier
             self._lease = lease = await self._pool.enter(ask)
             level = lease.ask.tier
@@ -332,7 +332,7 @@ class Turn(msgspec.Struct, eq=False):
         if comments is not None:
             await comments.admitted(grant.queue_wait_us / 1e6)
         if self.budgets is not None and not self.preemptions and not self.hand_backs:
-            over = self.budgets.used_up(self.request.classification.tenant)
+            over = self.budgets.used_up(self.request.classification.tenant, self.request.beside)
             if over is not None:
                 raise TurnEnded(EndCause.BUDGET, await self._how_it_went(), over)
         return grant
