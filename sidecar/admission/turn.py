@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from sidecar.admission.client import ClientComments
 from sidecar.admission.engine_route import EngineHealth, no_engine
@@ -209,9 +210,18 @@ class Turn(msgspec.Struct, eq=False):
             raise
         finally:
             if level != self.request.classification.level:
-                self.request = self.request.charged(level)
+                self._move_down(level)
             self._user.entered(lease)
         return lease
+
+    def _move_down(self, level: int) -> None:
+        """The request is charged in another tier than it asked for, and waits for as long as that lets it."""
+        self.request = request = self.request.charged(level)
+        if request.deadline_us is not None:
+            from sidecar.admission.deadline import lower_deadline_us
+
+            until_us = lower_deadline_us(self._policy, level, request.deadline_us, self._pool.now_us())
+            self.request = replace(request, deadline_us=until_us)
 
     def settle(self, used_tokens: int | None = None, is_counted: bool = True) -> None:
         """Gives the lease back, if it is held: see `Lease.settle`."""

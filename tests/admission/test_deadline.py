@@ -225,6 +225,17 @@ async def test_what_its_tenants_limits_moved_down_waits_until_its_deadline_and_d
 
 
 @virtually
+async def test_what_its_tenants_limits_moved_down_waits_no_longer_than_its_new_tier_lets_it() -> None:
+    limited = "limits: {requests_per_minute: 1}\nover_limit: {downgrade: batch}\n"
+    for queue, end in ((", max_deadline: 15m", ("deadline", 900)), ("", ("too long", 600))):
+        of = policy(**{**KEYS, "deadline": f", max_wait: 10m{queue}", "of_normal": ", max_deadline: 48h"}, acme=limited)
+        async with World(of) as world:
+            await world.ask("critical")
+            _, over = [await world.ask("normal", 1800, tenant="acme") for _ in range(2)]
+            assert await over.task == end
+
+
+@virtually
 async def test_one_that_rose_goes_before_others_of_its_old_tier_and_is_charged_in_the_new_one() -> None:
     async with World() as world:
         holder = await world.ask("critical")
