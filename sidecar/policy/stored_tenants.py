@@ -15,10 +15,10 @@ import msgspec
 
 from sidecar.policy.choices import StoredTenants
 from sidecar.policy.declared import Context
-from sidecar.policy.keys import PREFIX
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import dotted, quoted
 from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import PREFIX
 from sidecar.policy.validate import read_record as of_data
 
 MOST_RECORD_BYTES = 64 * 1024

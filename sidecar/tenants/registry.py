@@ -14,13 +14,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from sidecar.policy.keys import PREFIX
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import printable
 from sidecar.policy.reload import UsesPolicy
 from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_json, read_record, with_stored
 from sidecar.policy.tenant import Tenant
-from sidecar.policy.tenant_keys import find_key
+from sidecar.policy.tenant_keys import PREFIX, find_key
 from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
 from sidecar.tenants.records import StoredRecords
