@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -210,12 +209,11 @@ class StoredTenantsRegistry:
     def _rows_named(self, names: Sequence[str]) -> Sequence[TenantRow]:
         # Once for all of them: there may be thousands, and requests wait meanwhile.
         of_files, reasons = self._files_policy.named, self._reasons()
-        keys = Counter(tenant.name for tenant in self._files_policy.tenants.values())
         tiers = [tier.name for tier in self._files_policy.tiers]
         rows = []
         for name in names:
             if (tenant := of_files.get(name)) is not None:
-                rows.append(TenantRow(name, "file", keys[name], _new_record(tenant, tiers)))
+                rows.append(TenantRow(name, "file", len(tenant.keys or ()), _new_record(tenant, tiers)))
             if (stored := self._stored.get(name)) is not None:
                 rows.append(_row(stored, reasons.get(name)))
             elif name in self._found:
