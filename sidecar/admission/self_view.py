@@ -116,7 +116,7 @@ async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:
         return last[1]
     body = msgspec.json.encode(await _view(controller, tenant))
     policy = controller.policy
-    if len(kept) > (len(policy.tenants) + len(policy.keyless) + 1) * len(policy.tiers):  # of tenants that are gone
+    if len(kept) > (len(policy.named) + 1) * len(policy.tiers):  # of tenants that are gone
         kept.clear()
     kept[whose] = now_us, body
     return body

@@ -303,7 +303,7 @@ def _people(policy: Policy) -> str:
     lines = []
     for name, tenant in sorted(tenants.items())[:_MOST_TENANTS]:
         own, best = policy.tiers[tenant.level].name, policy.tiers[tenant.max_level].name
-        keys = sum(other.whole is tenant for other in policy.tenants.values())
+        keys = len(tenant.keys or ())
         upto = "" if own == best else f", may ask for {best}"
         lines.append(f"  {name}: {own}{upto}; {keys} key{'s' * (keys != 1)}, weight {tenant.weight}")
         lines += [f"    models: {', '.join(tenant.models)}"] if tenant.models else []

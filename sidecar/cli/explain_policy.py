@@ -40,12 +40,12 @@ from sidecar.lengths.token_estimates import Estimator, NoTokenizer, TokenizerCou
 from sidecar.policy.choices import CapacitySource, Learn, Mode, Unguarded
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.endpoint import Endpoint
-from sidecar.policy.keys import digest
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import digest
 from sidecar.pools import Pool
 from sidecar.pools.base import monotonic_us
 

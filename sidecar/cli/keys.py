@@ -24,9 +24,8 @@ from sidecar.cli.arguments import ADMIN, policy_path
 from sidecar.cli.output import CommandFailed, say
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.declared import Context
-from sidecar.policy.keys import PREFIX, hash_line, new_key
 from sidecar.policy.problems import PolicyError, dotted
-from sidecar.policy.tenant_keys import TenantKey
+from sidecar.policy.tenant_keys import PREFIX, TenantKey, hash_line, new_key
 from sidecar.policy.validate import read_record
 from sidecar.tenants.registry import KeyRow, key_rows
 from sidecar.tools.text import table

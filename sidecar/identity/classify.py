@@ -172,6 +172,7 @@ class Classifier:
         self._clock = clock
         self._gateway = policy.gateway
         self._by_asked_tier: dict[tuple[str, str], Tenant] = {}
+        self._of_keys = policy.tenants
         self._of_authorization: dict[bytes | None, Tenant] = {}
         self._logged: set[tuple[str, str]] = set()
         self._policy = policy
@@ -234,7 +235,7 @@ class Classifier:
             if self._policy.anonymous is None:
                 raise InvalidApiKey(self._without_key(headers))
             return self._policy.anonymous
-        tenant = self._policy.tenants.get(hashlib.sha256(key).hexdigest())
+        tenant = self._of_keys.get(hashlib.sha256(key).hexdigest())
         if tenant is None:
             return self._tenant_by_token(key)
         if type(tenant) is KeyHolder and tenant.key.expires_s is not None:  # asked anew each time, so it is not kept
@@ -258,7 +259,7 @@ class Classifier:
 
         The log says it once for each place and tenant. The key itself is not shown.
         """
-        found = _unread_keys(headers, query, self._policy.tenants)
+        found = _unread_keys(headers, query, self._of_keys)
         for place, tenant in found.items():
             if (place, tenant.name) not in self._logged and len(self._logged) < MOST_KEPT:
                 self._logged.add((place, tenant.name))

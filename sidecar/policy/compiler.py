@@ -161,8 +161,7 @@ def resolve(pool: PoolFile, tenants: Sequence[Tenant], generation: str) -> Polic
     return Policy(
         **{**values(pool), **made},
         rules=_rules(pool, fleet),
-        tenants=MappingProxyType({key.digest: tenant.with_key(key) for tenant in tenants for key in tenant.keys or ()}),
-        keyless=tuple(tenant for tenant in tenants if not tenant.keys),
+        named=MappingProxyType({tenant.name: tenant for tenant in tenants}),
         generation=generation,
     )
 

@@ -31,10 +31,7 @@ MOST_NAMED = 20
 _PARTS = {"speed": 1000, "weight_percent": 100}
 """Numbers that are counted in parts of one."""
 _ABOUT = frozenset(
-    (
-        *("rules", "capacity", "engines", "models", "aliases", "tiers", "timeouts", "endpoints", "tenants", "keyless"),
-        "generation",
-    )
+    ("rules", "capacity", "engines", "models", "aliases", "tiers", "timeouts", "endpoints", "named", "generation")
 )
 """Fields of a policy that are described elsewhere."""
 _WHOLE = Aging, StoreAddress, Tenant, TokenCost
@@ -76,7 +73,7 @@ class _Telling:
         for tiers in zip(before.tiers, after.tiers, strict=False):
             yield from self._record(f"tier {tiers[0].name} ", *tiers, but={"level"})
         yield from self._compare_named("endpoint", before.endpoints, after.endpoints)
-        yield from self._tenants(_by_name(before), _by_name(after))
+        yield from self._tenants(before.named, after.named)
 
     def _capacity(self, before: Capacity | None, after: Capacity | None) -> Iterator[str]:
         if before is not None and after is not None:
@@ -138,22 +135,16 @@ class _Telling:
         old, new = ({engine.name: engine for engine in fleet.static} for fleet in (before, after))
         yield from self._compare_named("engine", old, new)
 
-    def _tenants(self, before: _Tenants, after: _Tenants) -> Iterator[str]:
+    def _tenants(self, before: Mapping[str, Tenant], after: Mapping[str, Tenant]) -> Iterator[str]:
         for name in _names(before, after):
+            old, new = (frozenset(one[name].keys or ()) if name in one else frozenset() for one in (before, after))
             if name not in after:
-                yield f"tenant {name} removed ({_keys(len(before[name][1]))})"
+                yield f"tenant {name} removed ({_keys(len(old))})"
             elif name not in before:
-                yield f"tenant {name} added ({_keys(len(after[name][1]))})"
+                yield f"tenant {name} added ({_keys(len(new))})"
             else:
-                yield from self._record(f"tenant {name} ", before[name][0], after[name][0])
-                yield from _changed_keys(name, before[name][1], after[name][1])
-
-
-_Tenants = Mapping[str, tuple[Tenant, frozenset[TenantKey]]]
-
-
-def _by_name(policy: Policy) -> _Tenants:
-    return {name: (tenant, frozenset(tenant.keys or ())) for name, tenant in policy.named.items()}
+                yield from self._record(f"tenant {name} ", before[name], after[name])
+                yield from _changed_keys(name, old, new)
 
 
 def _names(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:

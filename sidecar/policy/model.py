@@ -49,18 +49,16 @@ def is_forced(environment: Mapping[str, str]) -> bool:
 class Policy(PoolFile):
     """Everything the operator decided, as one immutable value: the keys of the pool's file, and what comes of them.
 
-    `tenants` maps the lower-case hex SHA-256 digest of an API key to its tenant, as it asks with that key; `keyless`
-    are the tenants that have none. `generation` is a short digest of the files' contents. `rules` bound only what the
-    policy does where the engine says how large the pool is: `rules_for` gives the rules of a size. With engines they
-    are those of the sum of their written capacities.
+    `named` are all tenants by their names, with API keys or without. `generation` is a short digest of the files'
+    contents. `rules` bound only what the policy does where the engine says how large the pool is: `rules_for` gives the
+    rules of a size. With engines they are those of the sum of their written capacities.
     """
 
     rules: PoolRules
-    tenants: Mapping[str, Tenant]
+    named: Mapping[str, Tenant]
     generation: str
-    keyless: tuple[Tenant, ...] = ()
     _as_written: Policy | None = field(default=None, repr=False, compare=False)
-    _named: dict[str, Tenant] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _of_keys: dict[str, Tenant] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def is_bare(self) -> bool:
@@ -89,11 +87,15 @@ class Policy(PoolFile):
         return self.public
 
     @property
-    def named(self) -> Mapping[str, Tenant]:
-        """All tenants by their names, with API keys or without. Made once: there may be 10,000."""
-        if not self._named:
-            self._named.update({tenant.name: tenant.whole for tenant in (*self.tenants.values(), *self.keyless)})
-        return self._named
+    def tenants(self) -> Mapping[str, Tenant]:
+        """The tenants as they ask with their API keys, by the lower-case hex SHA-256 digests of these.
+
+        Made once: there may be 10,000.
+        """
+        if not self._of_keys:
+            of_keys = ((key, tenant) for tenant in self.named.values() for key in tenant.keys or ())
+            self._of_keys.update({key.digest: tenant.with_key(key) for key, tenant in of_keys})
+        return self._of_keys
 
     def of_engines(self, engines: Sequence[EngineAddress]) -> Policy:
         """The policy as it is with these engines, such as those of an engine list: `rules` are those of their sum."""
@@ -203,16 +205,14 @@ class Policy(PoolFile):
         """The policy with what its hours say at a time, in Unix seconds."""
         if not self.all_hours:
             return self
-        limits = {name: one.limits.at(time_s) for name, one in self.named.items() if one.limits.hours}
-
-        def then(one: Tenant) -> Tenant:
-            return one.with_limits(limits[one.name]) if one.name in limits else one
-
+        named = {
+            name: replace(one, limits=one.limits.at(time_s)) if one.limits.hours else one
+            for name, one in self.named.items()
+        }
         changed = replace(
             self,
             tiers=tuple(tier.at(time_s) for tier in self.tiers),
-            tenants=MappingProxyType({digest: then(one) for digest, one in self.tenants.items()}),
-            keyless=tuple(map(then, self.keyless)),
+            named=MappingProxyType(named),
             _as_written=self,
         )
         return changed._of_size(self.rules)

@@ -15,10 +15,10 @@ import msgspec
 
 from sidecar.policy.choices import StoredTenants
 from sidecar.policy.declared import Context
-from sidecar.policy.keys import PREFIX
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import dotted, quoted
 from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import PREFIX
 from sidecar.policy.validate import read_record as of_data
 
 MOST_RECORD_BYTES = 64 * 1024
@@ -88,25 +88,16 @@ def _entries(tenant: Tenant, document: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_stored(policy: Policy, stored: Mapping[str, StoredTenant]) -> tuple[Policy, Mapping[str, str]]:
     """The policy of the files with the tenants of the store, and those that it cannot have: why, by their names."""
-    of_files = policy.named
-    tenants, keyless = dict(policy.tenants), list(policy.keyless)
+    named, owners = dict(policy.named), {digest: tenant.name for digest, tenant in policy.tenants.items()}
     unused: dict[str, str] = {}
     for name in sorted(stored):
         one = stored[name]
-        if name in of_files:
+        if name in policy.named:
             unused[name] = "the policy's files have a tenant of this name, which counts"
             continue
-        owners = [tenants[digest].name for digest in one.digests if digest in tenants]
-        if owners:
-            unused[name] = f"one of its keys is already a key of {quoted(owners[0])}"
+        if taken := [owners[digest] for digest in one.digests if digest in owners]:
+            unused[name] = f"one of its keys is already a key of {quoted(taken[0])}"
             continue
-        tenants.update({key.digest: one.tenant.with_key(key) for key in one.tenant.keys or ()})
-        if not one.digests:
-            keyless.append(one.tenant)
-    merged = replace(
-        policy,
-        tenants=MappingProxyType(tenants),
-        keyless=tuple(keyless),
-        stored_tenants=StoredTenants.READ,
-    )
-    return merged, unused
+        owners.update(dict.fromkeys(one.digests, name))
+        named[name] = one.tenant
+    return replace(policy, named=MappingProxyType(named), stored_tenants=StoredTenants.READ), unused

@@ -260,21 +260,12 @@ class Tenant:
         """The name of the key with which it asks; None for a key without one, and where no key names the tenant."""
         return None
 
-    @property
-    def whole(self) -> Tenant:
-        """The tenant with whatever key."""
-        return self
-
-    def with_limits(self, limits: Limits) -> Tenant:
-        """The tenant with other limits."""
-        return replace(self, limits=limits)
-
     def with_key(self, one: TenantKey) -> Tenant:
         """The tenant as it asks with one of its keys."""
         if one == TenantKey(one.digest):
             return self
         level = self.level if one.level is None else one.level
-        return KeyHolder(**{**values(self), "level": level}, key=one, tenant=self)
+        return KeyHolder(**{**values(self), "level": level}, key=one)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,18 +273,8 @@ class KeyHolder(Tenant):
     """A tenant as it asks with a key that has more than its hash: a name, an end, or a tier, which is the `level`."""
 
     key: TenantKey
-    tenant: Tenant
 
     @property
     def key_name(self) -> str | None:
         """See `Tenant`."""
         return self.key.name
-
-    @property
-    def whole(self) -> Tenant:
-        """See `Tenant`."""
-        return self.tenant
-
-    def with_limits(self, limits: Limits) -> Tenant:
-        """See `Tenant`."""
-        return replace(self, limits=limits, tenant=self.tenant.with_limits(limits))

@@ -1,8 +1,13 @@
-"""API keys of a tenant, as its file lists them: the hash of each, or a mapping with more about it."""
+"""API keys: created once, shown once, and stored only as a hash, which a tenant's file may have in a mapping with more.
+
+A key is 256 random bits, so one round of SHA-256 is enough: unlike a password, it cannot be guessed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -15,9 +20,10 @@ from pydantic_core import CoreSchema
 from sidecar.policy import fields as of
 from sidecar.policy import units
 from sidecar.policy.declared import declared, key
-from sidecar.policy.keys import PREFIX, read_hash
 from sidecar.policy.problems import masked, quoted
 
+PREFIX = "sha256:"
+_WELL_FORMED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 _MOMENT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(Z|[+-]\d\d:\d\d)", re.ASCII)
@@ -26,6 +32,36 @@ _LATEST_S = 253_402_214_400
 """The end of the year 9999, less a day: what a calendar can show."""
 _LEAST_DIGITS = 8
 """Of a hash that stands for its key: the keys of a tenant hardly share so many."""
+
+
+def new_key() -> str:
+    """A new key with 256 bits of randomness, in the form that clients of OpenAI-style APIs expect."""
+    return f"sk-{secrets.token_urlsafe(32)}"
+
+
+def digest(key: bytes) -> str:
+    """The lower-case hexadecimal SHA-256 of a key: what `Policy.tenants` is looked up by."""
+    return hashlib.sha256(key).hexdigest()
+
+
+def hash_line(key: str) -> str:
+    """The hash that a tenant's file holds in place of the key."""
+    return PREFIX + digest(key.encode())
+
+
+def read_hash(value: object) -> str:
+    """The digest in an entry of a tenant's `keys`. A refusal never repeats the entry: it may be a key."""
+    written = value if isinstance(value, str) else ""
+    match = _WELL_FORMED.fullmatch(written)
+    if match:
+        return match[1].lower()
+    if written.startswith(PREFIX):
+        raise ValueError(
+            "not a whole hash; write sha256: and 64 hexadecimal digits, as `sidecar keys hash` prints them"
+        )
+    raise ValueError(
+        "not the hash of a key; run `sidecar keys hash` and write the line it prints, never the key itself"
+    )
 
 
 def _public_name(value: object) -> str:

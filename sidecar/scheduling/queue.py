@@ -6,9 +6,12 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from sidecar.scheduling.tickets import LanePlace, Ticket
-from sidecar.scheduling.user_turns import UserTurns, by_place
+from sidecar.scheduling.tickets import BY_PLACE, LanePlace, Ticket
+
+if TYPE_CHECKING:
+    from sidecar.scheduling.user_turns import UserTurns
 
 
 class FairQueue:
@@ -54,7 +57,7 @@ class FairQueue:
         if ticket.user is not None:
             return (users := self.users.get(ticket.tenant)) is not None and ticket in users
         lane = self._lanes.get(ticket.tenant, ())
-        at = bisect_left(lane, ticket.lane_place, key=by_place)
+        at = bisect_left(lane, ticket.lane_place, key=BY_PLACE)
         return at < len(lane) and lane[at] is ticket
 
     def __iter__(self) -> Iterator[Ticket]:
@@ -73,7 +76,7 @@ class FairQueue:
             self._returned.add(ticket)
             self._push(ticket)
         elif ticket.user is None:
-            insort(self._lanes.setdefault(ticket.tenant, []), ticket, key=by_place)
+            insort(self._lanes.setdefault(ticket.tenant, []), ticket, key=BY_PLACE)
         else:
             self._find_users(ticket.tenant).add(ticket)
         self._tag(ticket.tenant)
@@ -268,7 +271,7 @@ class FairQueue:
             return
         lane = self._lanes[ticket.tenant]
         if ticket.user is None:
-            del lane[bisect_left(lane, ticket.lane_place, key=by_place)]
+            del lane[bisect_left(lane, ticket.lane_place, key=BY_PLACE)]
         else:
             self.users[ticket.tenant].remove(ticket)
         if not lane:
@@ -280,6 +283,8 @@ class FairQueue:
             del self.users[tenant]
 
     def _find_users(self, tenant: str) -> UserTurns:
+        from sidecar.scheduling.user_turns import UserTurns
+
         users = self.users.setdefault(tenant, UserTurns())
         users.lane = self._lanes.setdefault(tenant, users.lane)
         return users

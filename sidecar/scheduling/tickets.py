@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import TypeAlias
 
 import msgspec
@@ -11,6 +12,8 @@ from sidecar.scheduling.amounts import NOTHING, Amount
 
 Arrival: TypeAlias = tuple[int, str, int]
 LanePlace: TypeAlias = tuple[int, int, str, int]
+BY_ARRIVAL: Callable[[Ticket], Arrival] = attrgetter("arrival")
+BY_PLACE: Callable[[Ticket], LanePlace] = attrgetter("lane_place")
 
 MOST_OF_GAIN = 2**43
 """A thousand times that can be computed with doubles."""

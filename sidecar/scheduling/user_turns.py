@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.tickets import Arrival, LanePlace, Ticket
+from sidecar.scheduling.tickets import BY_ARRIVAL, BY_PLACE, Ticket
 
 MOST_AHEAD = 256
 """Of so many users it is remembered that they are ahead, and of those that wait."""
@@ -31,7 +31,7 @@ class UserTurns:
 
     def __contains__(self, ticket: Ticket) -> bool:
         others = self._others.get(ticket.user, ())
-        at = bisect_left(others, ticket.arrival, key=by_arrival)
+        at = bisect_left(others, ticket.arrival, key=BY_ARRIVAL)
         return self._firsts.get(ticket.user) is ticket or (at < len(others) and others[at] is ticket)
 
     def others(self) -> Iterator[Ticket]:
@@ -45,18 +45,18 @@ class UserTurns:
         if first is None:
             self._put_first(ticket)
             return
-        later = max(first, ticket, key=by_arrival)
+        later = max(first, ticket, key=BY_ARRIVAL)
         if later is first:
             self._leave_lane(first)
             self._put_first(ticket)
         later.place = UNBOUNDED
-        insort(self._others.setdefault(ticket.user, []), later, key=by_arrival)
+        insort(self._others.setdefault(ticket.user, []), later, key=BY_ARRIVAL)
 
     def remove(self, ticket: Ticket) -> None:
         """One that waits no more. Its user's next is placed, if it was the first."""
         others = self._others.get(ticket.user, [])
         if self._firsts[ticket.user] is not ticket:
-            del others[bisect_left(others, ticket.arrival, key=by_arrival)]
+            del others[bisect_left(others, ticket.arrival, key=BY_ARRIVAL)]
         else:
             self._leave_lane(ticket)
             del self._firsts[ticket.user]
@@ -125,17 +125,7 @@ class UserTurns:
     def _put_first(self, ticket: Ticket) -> None:
         ticket.place = max(self._virtual, self._finish.get(ticket.user, 0)) + ticket.charged
         self._firsts[ticket.user] = ticket
-        insort(self.lane, ticket, key=by_place)
+        insort(self.lane, ticket, key=BY_PLACE)
 
     def _leave_lane(self, ticket: Ticket) -> None:
-        del self.lane[bisect_left(self.lane, ticket.lane_place, key=by_place)]
-
-
-def by_arrival(ticket: Ticket) -> Arrival:
-    """Orders tickets by arrival."""
-    return ticket.arrival
-
-
-def by_place(ticket: Ticket) -> LanePlace:
-    """Orders the tickets of a tenant's queue."""
-    return ticket.lane_place
+        del self.lane[bisect_left(self.lane, ticket.lane_place, key=BY_PLACE)]

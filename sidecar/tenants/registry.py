@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,13 +13,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from sidecar.policy.keys import PREFIX
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import printable
 from sidecar.policy.reload import UsesPolicy
 from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_json, read_record, with_stored
 from sidecar.policy.tenant import AccountLimits, Limits, Tenant
-from sidecar.policy.tenant_keys import find_key
+from sidecar.policy.tenant_keys import PREFIX, find_key
 from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
 from sidecar.tenants.records import StoredRecords
@@ -211,12 +209,11 @@ class StoredTenantsRegistry:
     def _rows_named(self, names: Sequence[str]) -> Sequence[TenantRow]:
         # Once for all of them: there may be thousands, and requests wait meanwhile.
         of_files, reasons = self._files_policy.named, self._reasons()
-        keys = Counter(tenant.name for tenant in self._files_policy.tenants.values())
         tiers = [tier.name for tier in self._files_policy.tiers]
         rows = []
         for name in names:
             if (tenant := of_files.get(name)) is not None:
-                rows.append(TenantRow(name, "file", keys[name], _new_record(tenant, tiers)))
+                rows.append(TenantRow(name, "file", len(tenant.keys or ()), _new_record(tenant, tiers)))
             if (stored := self._stored.get(name)) is not None:
                 rows.append(_row(stored, reasons.get(name)))
             elif name in self._found:

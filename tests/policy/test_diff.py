@@ -14,7 +14,6 @@ from sidecar.policy.compiler import load
 from sidecar.policy.diff import MOST_NAMED, describe_changes, differences, needs_restart
 from sidecar.policy.fleet import ModelAlias
 from sidecar.policy.model import Policy
-from sidecar.policy.tenant import Tenant
 from tests.support.each import each
 from tests.support.middleware import policy, write_policy
 
@@ -278,10 +277,8 @@ def changed(before: Policy, name: str, folder: Path) -> Policy:
         return replace(before, rules=replace(value, tokens=value.tokens + 1))
     if name == "tiers":
         return replace(before, tiers=(replace(value[0], default_output_tokens=7), *value[1:]))
-    if name in ("endpoints", "tenants"):
+    if name in ("endpoints", "named"):
         return replace(before, **{name: dict(list(value.items())[1:])})
-    if name == "keyless":
-        return replace(before, keyless=(Tenant(name="keyless", level=0, max_level=0),))
     levels = {"engine_levels": ((10.0, 0),), "service_tiers": (("priority", 0),)}
     if name == "sources" or name in levels:
         return replace(before, **{name: levels.get(name, value[:1])})
