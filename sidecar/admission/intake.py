@@ -34,7 +34,6 @@ from sidecar.errors import (
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import SLO_HEADERS, Objective, asked_slo
 from sidecar.identity.classify import Asked, Classification
-from sidecar.identity.users import UNKNOWN_USER, find_user
 from sidecar.lengths.lease_size import Expected, LeaseSizes
 from sidecar.lengths.token_estimates import tokens_to_hold
 from sidecar.payload.decode import Payload, decode
@@ -162,7 +161,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
             accounts += tuple(account for account in self.beside if account.limits.are_counted)
         user, users, cost = None, tenant.users, self.token_cost
         if users is not None:
-            name = (self.classification.user or UNKNOWN_USER).key
+            name = "" if self.classification.user is None else self.classification.user.key
             user = name if users.fair else None
             accounts += (users.account(tenant.name, name),) if users.limits.are_counted else ()
         return Ask(
@@ -365,6 +364,8 @@ class RequestIntake(msgspec.Struct, eq=False):
                 stripped = (*stripped, *(place.encode() for place in self._unread_keys))
         classification, objective, deadline_us = self._promised(classification)
         if tenant.users is not None:
+            from sidecar.identity.users import find_user
+
             classification = replace(classification, user=find_user(tenant, headers, payload.body))
         self.classification = classification
         added = snapshot.credentials.added

@@ -87,6 +87,11 @@ class TurnEnded(Exception):
         self.refusal = refusal
         self.most_s = most_s
 
+    @property
+    def code(self) -> str:
+        """The code of its refusal, where the time of the wait is over."""
+        return DeadlinePassed.code if self.cause is EndCause.DEADLINE else QueueTimeout.code
+
 
 class TurnUser:
     """One who takes a turn, with what the turn asks of it: a request, its shadow, or a lease from Python.

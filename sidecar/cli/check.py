@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -126,6 +127,7 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "background": policy.background.value,
         "usage": policy.usage.value,
         "tenants": sorted(policy.named),
+        **({} if (hours := policy.hours_at(time.time())) is None else {"hours": hours.document()}),
         "limits": {name: as_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
         "allowed_models": {name: tenant.models for name, tenant in sorted(policy.named.items()) if tenant.models},
         "silent_alerts": silent_alerts(policy),
@@ -195,6 +197,7 @@ def summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
         *([engines] if (engines := engines_text(policy)) else []),
         "\n".join(_legend(policy)),
         _people(policy),
+        *([] if (hours := policy.hours_at(time.time())) is None else [str(hours)]),
         _paths(policy),
     ]
     if silent := silent_alerts(policy):
@@ -300,7 +303,7 @@ def _people(policy: Policy) -> str:
     lines = []
     for name, tenant in sorted(tenants.items())[:_MOST_TENANTS]:
         own, best = policy.tiers[tenant.level].name, policy.tiers[tenant.max_level].name
-        keys = sum(other is tenant for other in policy.tenants.values())
+        keys = sum(other.whole is tenant for other in policy.tenants.values())
         upto = "" if own == best else f", may ask for {best}"
         lines.append(f"  {name}: {own}{upto}; {keys} key{'s' * (keys != 1)}, weight {tenant.weight}")
         lines += [f"    models: {', '.join(tenant.models)}"] if tenant.models else []

@@ -30,7 +30,7 @@ UNKNOWN_USER = RequestUser("", "")
 
 
 def find_user(tenant: Tenant, headers: Mapping[bytes, bytes], body: bytes) -> RequestUser | None:
-    """The user that the first of the tenant's sources names; None where the tenant does not tell its users apart.
+    """The user that the first of the tenant's sources names; None where the tenant has no `users`.
 
     A name is a text that is not blank, or a number, as it is written. What else stands in its place names no user.
     """

@@ -22,6 +22,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.policy.store import StoreAddress
 from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import TenantKey
 from sidecar.policy.tier import Aging
 
 MOST_NAMED = 20
@@ -148,22 +149,21 @@ class _Telling:
                 yield from _changed_keys(name, before[name][1], after[name][1])
 
 
-_Tenants = Mapping[str, tuple[Tenant, frozenset[str]]]
+_Tenants = Mapping[str, tuple[Tenant, frozenset[TenantKey]]]
 
 
 def _by_name(policy: Policy) -> _Tenants:
-    digests: dict[str, set[str]] = {}
-    for digest, tenant in policy.tenants.items():
-        digests.setdefault(tenant.name, set()).add(digest)
-    return {name: (tenant, frozenset(digests.get(name, ()))) for name, tenant in policy.named.items()}
+    return {name: (tenant, frozenset(tenant.keys or ())) for name, tenant in policy.named.items()}
 
 
 def _names(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     return list(dict.fromkeys([*before, *after]))
 
 
-def _changed_keys(tenant: str, before: frozenset[str], after: frozenset[str]) -> Iterator[str]:
-    for count, what in ((len(before - after), "removed"), (len(after - before), "added")):
+def _changed_keys(tenant: str, before: frozenset[TenantKey], after: frozenset[TenantKey]) -> Iterator[str]:
+    old, new = ({one.digest for one in keys} for keys in (before, after))
+    changed = len(after - before) - len(new - old)
+    for count, what in ((len(old - new), "removed"), (len(new - old), "added"), (changed, "changed")):
         if count:
             yield f"tenant {tenant}: {_keys(count)} {what}"
 

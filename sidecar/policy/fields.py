@@ -28,7 +28,6 @@ from sidecar.engines.base import MOST_SEGMENTS
 from sidecar.policy import units
 from sidecar.policy.choices import Learn, TierSource
 from sidecar.policy.declared import context
-from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import printable, quoted, suggestion, unknown
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
@@ -261,10 +260,6 @@ def distinct(values: tuple[V, ...]) -> tuple[V, ...]:
         name = twice.decode() if isinstance(twice, bytes) else str(getattr(twice, "value", twice))
         raise ValueError(f"{printable(name)} is listed twice; keep its first place")
     return values
-
-
-def _unless_all(patterns: tuple[str, ...]) -> tuple[str, ...] | None:
-    return patterns if all(pattern.strip("*") for pattern in patterns) else None
 
 
 def _header(value: object) -> bytes:
@@ -553,10 +548,6 @@ SourceList = Annotated[
     listed("[body, header, endpoint, key]"),
     AfterValidator(distinct),
 ]
-KeyHashes = Annotated[
-    tuple[Annotated[str, Reads(read_hash, schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$"))], ...],
-    listed('keys: ["sha256:..."] as `sidecar keys new` prints it', or_empty=True),
-]
 Thresholds = Annotated[
     dict[Level, Annotated[float, Reads(units.number, {"type": "number"})]],
     mapped("{high: 10, normal: 5, batch: 0}"),
@@ -580,5 +571,5 @@ ModelPatterns = Annotated[
     ],
     listed('[llama-70b, "qwen*"]'),
     AfterValidator(distinct),
-    AfterValidator(_unless_all),
+    AfterValidator(lambda patterns: patterns if all(pattern.strip("*") for pattern in patterns) else None),
 ]

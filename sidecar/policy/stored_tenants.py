@@ -31,7 +31,7 @@ class InvalidTenant(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredTenant:
-    """One tenant of the store. `document` is what it was made from; `digests` are those of its API keys."""
+    """One tenant of the store. `document` is the record as it is stored; `digests` are those of its API keys."""
 
     tenant: Tenant
     document: Mapping[str, Any]
@@ -44,11 +44,11 @@ class StoredTenant:
 
     def text(self) -> bytes:
         """The record as it is stored."""
-        return msgspec.json.encode({**self.document, **({"keys": self.keys} if self.digests else {})})
+        return msgspec.json.encode(self.document)
 
 
-def read_record(text: bytes, policy: Policy) -> StoredTenant:
-    """The tenant that a JSON text describes. Raises InvalidTenant, with every mistake."""
+def read_json(text: bytes) -> dict[str, Any]:
+    """The mapping in a JSON text. Raises InvalidTenant."""
     if len(text) > MOST_RECORD_BYTES:
         raise InvalidTenant(f"larger than {MOST_RECORD_BYTES} bytes; write a file for it")
     try:
@@ -57,6 +57,12 @@ def read_record(text: bytes, policy: Policy) -> StoredTenant:
         raise InvalidTenant(f"not JSON: {error}") from None
     if not isinstance(document, dict):
         raise InvalidTenant('not an object; write one such as {"tenant": "acme", "tier": "normal"}')
+    return document
+
+
+def read_record(text: bytes, policy: Policy) -> StoredTenant:
+    """The tenant that a JSON text describes. Raises InvalidTenant, with every mistake."""
+    document = read_json(text)
     tenant, mistakes = of_data(Tenant, document, Context(tuple(tier.name for tier in policy.tiers), Path()))
     if tenant is None:
         raise InvalidTenant("\n".join(f"{dotted(path)}: {message}" for path, message in mistakes))
@@ -64,7 +70,20 @@ def read_record(text: bytes, policy: Policy) -> StoredTenant:
         raise InvalidTenant(
             'keys: missing; write "keys": ["sha256:..."], as `sidecar keys new` prints it, or [] where the app names it'
         )
-    return StoredTenant(tenant, document, tuple(dict.fromkeys(tenant.keys or ())))
+    entries = _entries(tenant, document)
+    return StoredTenant(tenant, {**document, "keys": [*entries.values()]} if entries else document, tuple(entries))
+
+
+def _entries(tenant: Tenant, document: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a record by their digests, each with its hash as the store compares it. Raises InvalidTenant."""
+    keys = tenant.keys or ()
+    if len({one.digest for one in keys}) < len({*keys}):
+        raise InvalidTenant("keys: one key stands there twice, and not the same about it; keep one of them")
+    pairs = zip(keys, document.get("keys", ()), strict=True)
+    return {
+        one.digest: {**written, "hash": PREFIX + one.digest} if isinstance(written, dict) else PREFIX + one.digest
+        for one, written in pairs
+    }
 
 
 def with_stored(policy: Policy, stored: Mapping[str, StoredTenant]) -> tuple[Policy, Mapping[str, str]]:
@@ -81,7 +100,7 @@ def with_stored(policy: Policy, stored: Mapping[str, StoredTenant]) -> tuple[Pol
         if owners:
             unused[name] = f"one of its keys is already a key of {quoted(owners[0])}"
             continue
-        tenants.update(dict.fromkeys(one.digests, one.tenant))
+        tenants.update({key.digest: one.tenant.with_key(key) for key in one.tenant.keys or ()})
         if not one.digests:
             keyless.append(one.tenant)
     merged = replace(

@@ -158,7 +158,7 @@ def _repeated_keys(document: Document, seen: dict[str, Problem]) -> Iterator[Pro
     listed = (document.data or {}).get("keys")
     for place, entry in enumerate(listed if isinstance(listed, list) else []):
         try:
-            digest = read_hash(entry)
+            digest = read_hash(entry.get("hash") if isinstance(entry, dict) else entry)
         except ValueError:
             continue
         here = document.problem(("keys", place), "")

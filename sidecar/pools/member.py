@@ -132,10 +132,11 @@ class Member:
         entered = near.enter(ticket, now_us)
         return None if entered is None else self._lease(ticket, *entered)
 
-    def cancel(self, ticket: Ticket, now_us: int) -> None:
-        """A waiting request is given up, perhaps before its verdict."""
+    def cancel(self, ticket: Ticket, now_us: int, *, is_replaced: bool = False) -> None:
+        """A waiting ticket is given up, perhaps before its verdict, or is to be replaced by another of its request."""
         was_asked = self.meter.give_up(ticket.number)  # and in a pool of other tiers it was given up as it was refused
-        self._returns.pop(ticket.id, None)
+        if not is_replaced:
+            self._returns.pop(ticket.id, None)
         if was_asked or self.is_foreign:
             return
         if self._bids.remove(ticket):

@@ -434,7 +434,7 @@ class Pool(ReportedPool):
             self._find_place(higher, now_us)
         except QueueFull:
             return False
-        self._member.cancel(lease.ticket, now_us)
+        self._member.cancel(lease.ticket, now_us, is_replaced=True)
         self._requests.rises(lease, higher, now_us)
         self._member.submit(lease.ticket, now_us)
         self._run(now_us)

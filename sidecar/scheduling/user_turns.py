@@ -35,7 +35,7 @@ class UserTurns:
         return self._firsts.get(ticket.user) is ticket or (at < len(others) and others[at] is ticket)
 
     def others(self) -> Iterator[Ticket]:
-        """The tickets that are not the first of their user."""
+        """Tickets that are not the first of their user."""
         for others in self._others.values():
             yield from others
 
@@ -102,7 +102,7 @@ class UserTurns:
         return all((place, *ticket.arrival) < other.lane_place for other in self.lane[:2] if other is not first)
 
     def pass_time(self, to: int) -> None:
-        """Places from now on come after `to`."""
+        """Time passes: one that is placed from now on comes after `to`."""
         self._virtual = max(self._virtual, to)
 
     def is_at_rest(self) -> bool:

@@ -160,6 +160,8 @@ def test_an_answer_of_another_kind_passes_with_its_length_as_it_comes() -> None:
         ([JSON, length], 400),
         ([JSON, length], 503),
         ([length], 200),
+        ([(b"content-type", b"application/json-seq"), length], 200),
+        ([(b"content-type", b"application/jsonl; charset=utf-8")], 200),
     ):
         shown = Client([body[:5], body[5:]], head, status=status)
         assert (shown.head, shown.bodies[:2]) == (head, [body[:5], body[5:]])
@@ -178,6 +180,18 @@ def test_what_is_too_large_passes_as_it_is_and_is_not_held(monkeypatch: pytest.M
     shown = Client([line[:140], b'data: {"model":"x"}\ndata: {"model":"x"}\n\n'], writes=True)
     assert shown.body == line[:140] + b'data: {"model":"x"}\ndata: {"model":"alias"}\n\n'
     assert LARGEST_EDITED > 1e6
+
+
+@each("end", [b"\n", b"\r", b"\r\n"])
+@each("before", [b"data:", b"data: ", b"data:  \t"])
+def test_a_line_of_any_spelling_is_edited_and_passes_when_its_end_has_come(before: bytes, end: bytes) -> None:
+    line, shown = before + b'{"model":"x"}', before + b'{"model":"alias"}'
+    for after in (b"", b" \t"):
+        pieces = [b"id: 1" + end + line + after + end, end + b'xdata: {"model":"x"}' + end + line[:9], line[9:] + end]
+        for writes in (False, True):
+            client = Client(pieces, writes=writes)
+            assert client.bodies[0] == b"id: 1" + end + shown + after + end
+            assert client.bodies[:-1] == [client.bodies[0], end + b'xdata: {"model":"x"}' + end, shown + end]
 
 
 def test_whole_lines_are_written_at_once_and_a_refused_write_changes_nothing() -> None:

@@ -21,7 +21,8 @@ from tests.support.redis_servers import until
 
 pytestmark = pytest.mark.long
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
+"""At most: it takes some seconds on a machine that is not busy."""
 ENOUGH = (
     "up == 1",
     "count(admission_prompt_tokens_total > 0) == 3",
@@ -45,10 +46,11 @@ class Scraped:
 
     def until_fires(self, alert: str, engine: str) -> None:
         """Waits until an alert fires."""
-        end_s = time.monotonic() + PATIENCE_S
-        while (alert, engine) not in self.fired():
-            assert time.monotonic() < end_s, self.fired()
-            time.sleep(0.2)
+        until(lambda: (alert, engine) in self.fired(), f"{alert} {engine}", PATIENCE_S)
+
+    def until_silent(self, alert: str) -> None:
+        """Waits until an alert fires for no engine."""
+        until(lambda: not any(name == alert for name, _ in self.fired()), f"no {alert}", PATIENCE_S)
 
 
 def asked_of_engines() -> tuple[dict[str, str], set[str]]:
@@ -141,11 +143,9 @@ def test_the_alerts_of_one_engine_and_of_all(scraped: Scraped) -> None:
     scraped.fleet.engines.kill(1, signal.SIGKILL)
     scraped.until_fires("AdmissionOneEngineDown", "e1")
     assert not any(name == "AdmissionEngineDown" for name, _ in scraped.fired())
-    at_s = time.time() - KNOWN_AFTER_S
-    (ejected,) = scraped.server.query("admission_engine_ejections_total > 0", at_s)
+    (ejected,) = scraped.server.query("admission_engine_ejections_total > 0")
     assert (ejected.labels["admission_engine"], ejected.labels["admission_reason"]) == ("e1", "refused")
     for number in (0, 2):
         scraped.fleet.engines.kill(number, signal.SIGKILL)
     scraped.until_fires("AdmissionEngineDown", "")
-    time.sleep(2 * KNOWN_AFTER_S)
-    assert not any(name == "AdmissionOneEngineDown" for name, _ in scraped.fired())
+    scraped.until_silent("AdmissionOneEngineDown")

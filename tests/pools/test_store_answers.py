@@ -222,6 +222,7 @@ async def test_a_store_that_cannot_be_written_is_lost_and_heals_by_itself(
             lease = await asyncio.wait_for(pools[0].enter(ask(tokens=10)), 60)
             await asyncio.wait_for(lease.wait(), 60)
             assert lease.settle()
+            await until(lambda: bool(pools[0].notices()), what="it is lost")
             (notice,) = pools[0].notices()
             assert "its part of the pool is" in notice
         else:

@@ -54,7 +54,7 @@ def program(name: str) -> Path:
 def promtool(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Runs `promtool`; the caller looks at its exit status."""
     command = [program("promtool"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=cwd)
 
 
 class Prometheus:

@@ -25,7 +25,7 @@ from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.engines.speed import Coefficients, EngineSpeeds
-from sidecar.errors import AdmissionError, DeadlinePassed, QueueTimeout
+from sidecar.errors import AdmissionError
 from sidecar.identity.classify import Classification, Fallback
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSize, LeaseSizes
@@ -40,11 +40,6 @@ from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, SimulatedEngines
 
 CHAT = "/v1/chat/completions"
-_CODES = {
-    EndCause.DISCONNECTED: ABANDONED,
-    EndCause.TOO_LONG: QueueTimeout.code,
-    EndCause.DEADLINE: DeadlinePassed.code,
-}
 _MOST_HITS = 8
 _PAYLOAD = decode(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "user"}], "stream": True}).encode())
 
@@ -221,7 +216,7 @@ class ProductAdmission:
                         break
                     grant = await turn.requeue()
         except TurnEnded as end:
-            self._end(request, _CODES[end.cause])
+            self._end(request, ABANDONED if end.cause is EndCause.DISCONNECTED else end.code)
         except AdmissionError as error:
             self._end(request, error.code)
 
