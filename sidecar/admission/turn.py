@@ -392,7 +392,8 @@ def _end_of_wait(watch: EngineHealth, pool: Pool, tier: Tier, end: TurnEnded) ->
     if end.cause is EndCause.GIVEN_UP:
         return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
     if end.cause is EndCause.DEADLINE:
-        return DeadlinePassed(f"no room came free for tier {tier.name} before the deadline of the request")
+        why = f"no room came free for tier {tier.name}" if watch.is_usable else "no engine answered"
+        return DeadlinePassed(f"{why} before the deadline of the request")
     if not watch.is_usable:
         return no_engine(watch)
     assert end.most_s is not None

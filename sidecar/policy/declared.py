@@ -148,8 +148,9 @@ def figures(value: Any, name: str = "") -> Any:
     """
     parts = next((parts for ending, parts in _PARTS.items() if name.endswith(ending)), None)
     if is_dataclass(value) and not isinstance(value, type):
-        found = {written_name(one): figures(getattr(value, one.name), one.name) for one in fields(value)}
-        return {name: figure for name, figure in found.items() if figure != {}}
+        found = {one: getattr(value, one.name) for one in fields(value)}
+        found = {one: it for one, it in found.items() if it != {} and (one.name != "hours" or it)}
+        return {written_name(one): figures(it, one.name) for one, it in found.items()}
     if name == "hours":
         return {str(hours): entry.changes() for hours, entry in value}
     if isinstance(value, tuple):

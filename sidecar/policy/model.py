@@ -190,10 +190,12 @@ class Policy(PoolFile):
 
     def in_all_hours(self) -> Iterator[tuple[str, Policy]]:
         """Combinations of tiers' hours in a week of winter and in one of summer, each with the policy as it is then."""
-        of_tiers = frozenset(hours for tier in self.tiers for hours, _ in tier.hours)
+        of_tiers = {hours for tier in self.tiers for hours, _ in tier.hours}
+        spans = [(*span, hours) for week_s in _WEEKS_S for hours in of_tiers for span in hours.spans(week_s)]
         seen: set[frozenset[Hours]] = {frozenset()}
-        for at_s in (border_s for week_s in _WEEKS_S for border_s in borders_s(of_tiers, week_s)):
-            if (counting := covering(of_tiers, at_s)) not in seen:
+        for at_s in sorted({border_s for begin_s, end_s, _ in spans for border_s in (begin_s, end_s)}):
+            counting = frozenset(hours for begin_s, end_s, hours in spans if begin_s <= at_s < end_s)
+            if counting not in seen:
                 seen.add(counting)
                 yield " and ".join(sorted(counting)), self.at(at_s)
 

@@ -317,16 +317,15 @@ def _new_record(tenant: Tenant, tiers: Sequence[str]) -> Mapping[str, Any]:
     return {**levels, **({"limits": limits} if limits else {}), **over}
 
 
-_NESTED = "burst_us", "hours", "models"
-
-
 def _limits_record(limits: AccountLimits) -> dict[str, Any]:
-    found = {one.name: getattr(limits, one.name) for one in fields(limits) if one.name not in _NESTED}
+    found = {
+        one.name: getattr(limits, one.name) for one in fields(limits) if one.name not in ("burst_us", "models", "hours")
+    }
     found = {name: value for name, value in found.items() if value is not None}
-    if isinstance(limits, Limits) and limits.hours:
-        found["hours"] = {str(hours): entry.changes() for hours, entry in limits.hours}
     if isinstance(limits, Limits) and limits.models:
         found["models"] = {model: _limits_record(one) for model, one in limits.models.items()}
+    if isinstance(limits, Limits) and limits.hours:
+        found["hours"] = {str(hours): entry.changes() for hours, entry in limits.hours}
     return {**found, "burst": f"{limits.burst_us / 1e6:g}s"} if found else {}
 
 
