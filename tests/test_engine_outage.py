@@ -225,7 +225,7 @@ async def test_an_engine_that_does_not_come_back_is_a_503_at_each_requests_own_t
             assert answer.body["error"]["message"].startswith("the engine has not answered for ")
             assert int(answer.headers["retry-after"]) >= 1
             # The wait is counted from the queue: the request had come a moment before.
-            assert 3900 <= float(answer.headers["x-admission-wait-ms"])
+            assert float(answer.headers["x-admission-wait-ms"]) >= 3900
         assert not any(task.done() for task in longer), "each at its own time"
         for answer in await asyncio.gather(*longer):
             assert (answer.status, answer.body["type"], answer.code) == (503, "error", "no_engine")

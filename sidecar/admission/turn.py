@@ -192,13 +192,13 @@ class Turn(msgspec.Struct, eq=False):
         `request` has the level from then on that is charged, or whose queue is full. Raises what `Pool.enter`
         raises, TenantLimit where a budget is used up, and DeadlinePassed. Nothing is left in the pool then.
         """
-        ask, lease, tenant, deadline_us = self._ask, None, self.request.classification.tenant, self.request.deadline_us
-        level = ask.tier
+        ask, lease, tenant, beside = self._ask, None, self.request.classification.tenant, self.request.beside
+        level, deadline_us = ask.tier, self.request.deadline_us
         try:
             if deadline_us is not None and deadline_us <= self._pool.now_us():
                 raise DeadlinePassed("the deadline had passed when the request came; send it with a later one")
-            if self.budgets is not None and tenant.limits.have_budgets:
-                ask = self.budgets.within(ask, tenant, self._pool)
+            if self.budgets is not None and (beside or tenant.limits.budgets):
+                ask = self.budgets.within(ask, tenant, self._pool, beside)
                 level = ask.tier
             self._lease = lease = await self._pool.enter(ask)
             level = lease.ask.tier
@@ -322,7 +322,7 @@ class Turn(msgspec.Struct, eq=False):
         if comments is not None:
             await comments.admitted(grant.queue_wait_us / 1e6)
         if self.budgets is not None and not self.preemptions and not self.hand_backs:
-            over = self.budgets.used_up(self.request.classification.tenant)
+            over = self.budgets.used_up(self.request.classification.tenant, self.request.beside)
             if over is not None:
                 raise TurnEnded(EndCause.BUDGET, await self._how_it_went(), over)
         return grant
@@ -392,7 +392,8 @@ def _end_of_wait(watch: EngineHealth, pool: Pool, tier: Tier, end: TurnEnded) ->
     if end.cause is EndCause.GIVEN_UP:
         return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
     if end.cause is EndCause.DEADLINE:
-        return DeadlinePassed(f"no room came free for tier {tier.name} before the deadline of the request")
+        why = f"no room came free for tier {tier.name}" if watch.is_usable else "no engine answered"
+        return DeadlinePassed(f"{why} before the deadline of the request")
     if not watch.is_usable:
         return no_engine(watch)
     assert end.most_s is not None

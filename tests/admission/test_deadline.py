@@ -20,7 +20,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from sidecar.admission.deadline import asked_deadline_us
 from sidecar.admission.intake import SizedRequest
-from sidecar.admission.turn import Turn, TurnEnded, TurnUser
+from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser, refusal_for
+from sidecar.engines.watch import EngineState, KnownState
 from sidecar.errors import AdmissionError, InvalidHeader
 from sidecar.events import Risen
 from sidecar.explain.builder import ExplanationBuilder
@@ -335,6 +336,19 @@ async def test_one_that_waits_again_still_has_its_deadline_and_is_not_charged_tw
         # Fourteen hours remained: half of them, and then half of the rest.
         assert deferred.rises == [(9 * HOUR_S, NORMAL), (12.5 * HOUR_S, HIGH), (14.25 * HOUR_S, CRITICAL)]
         assert deferred.turn.lease.ticket.has_returned
+
+
+@virtually
+async def test_a_refusal_says_whether_room_or_an_engine_was_missing() -> None:
+    async with World() as world:
+        watch, end = KnownState(), TurnEnded(EndCause.DEADLINE, None)
+        for state, why in (
+            (EngineState.UP, "no room came free for tier batch"),
+            (EngineState.DOWN, "no engine answered"),
+        ):
+            watch.state = state
+            refusal = refusal_for(watch, world.pool, world.policy, end, level=BATCH)  # type: ignore[arg-type]
+            assert refusal.message == f"{why} before the deadline of the request"
 
 
 # -- seen from outside, in virtual time
