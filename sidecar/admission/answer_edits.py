@@ -128,7 +128,7 @@ class AnswerEditor:
         end = len(body) if is_last else max(body.rfind(b"\n"), body.rfind(b"\r")) + 1
         if not end and not is_last:
             held += body
-            if len(held) <= LARGEST_EDITED:
+            if len(held) <= LARGEST_EDITED and not self._has_begun_line:
                 return b""
             begun_line = bytes(held)
             held.clear()

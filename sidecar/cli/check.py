@@ -28,7 +28,7 @@ from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.store import STORE_VARIABLE
-from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant import AccountLimits, Tenant
 from sidecar.policy.warnings import NOMINAL, warnings
 from sidecar.tools.text import table
 
@@ -87,7 +87,7 @@ def _without_store(loaded: Loaded) -> Iterator[Problem]:
         return
     needing = {
         "stored_tenants": policy.stored_tenants is not StoredTenants.NONE,
-        "tenants": any(tenant.limits.have_budgets for tenant in policy.named.values()),
+        "tenants": any(tenant.has_budgets for tenant in policy.named.values()),
     }
     what = {"stored_tenants": "stored_tenants", "tenants": "tokens_per_day and tokens_per_month"}
     for key, needs in needing.items():
@@ -315,6 +315,9 @@ def _people(policy: Policy) -> str:
     tokens = (
         [] if policy.jwt is None else [f"  with a token of {policy.jwt.issuer}: as its {policy.jwt.tenant_claim} says"]
     )
+    lines += [
+        f"  tokens {f'of {model} ' if model else ''}count by cost: {cost}" for model, cost in policy.costs.items()
+    ]
     named = [] if policy.gateway is None else [f"  with {policy.gateway}: as it says"]
     return "\n".join([count, *lines, *tokens, *named, f"  without a key: {without_key}"])
 
@@ -325,7 +328,18 @@ _MOST_TENANTS = 20
 
 def _limits(policy: Policy, tenant: Tenant) -> str:
     """A tenant's own limits, and what becomes of a request that exceeds them; empty where it has none."""
-    limits = tenant.limits
+    parts = _counted_limits(tenant.limits)
+    if tenant.limits.max_output_tokens is not None:
+        parts.append(f"{tenant.limits.max_output_tokens:,} tokens in one answer (a request for more gets a 400)")
+    for model, limits in tenant.limits.models.items():
+        parts.append(f"of model {model} {', '.join(_counted_limits(limits)) or 'any number'}")
+    if any(account.limits.are_counted or account.limits.budgets for account in tenant.accounts):
+        lower = tenant.downgrade_level
+        parts.append("over them 429" if lower is None else f"over them tier {policy.tiers[lower].name}")
+    return "; ".join(parts)
+
+
+def _counted_limits(limits: AccountLimits) -> list[str]:
     per_minute = [
         f"{amount:,} {name}"
         for amount, name in ((limits.requests_per_minute, "requests"), (limits.tokens_per_minute, "tokens"))
@@ -340,12 +354,7 @@ def _limits(policy: Policy, tenant: Tenant) -> str:
             parts.append(f"{tokens:,} tokens a {period}")
     if limits.concurrent_requests is not None:
         parts.append(f"{limits.concurrent_requests:,} requests waiting or running")
-    if limits.max_output_tokens is not None:
-        parts.append(f"{limits.max_output_tokens:,} tokens in one answer (a request for more gets a 400)")
-    if limits.are_counted or limits.have_budgets:
-        lower = tenant.downgrade_level
-        parts.append("over them 429" if lower is None else f"over them tier {policy.tiers[lower].name}")
-    return "; ".join(parts)
+    return parts
 
 
 def _paths(policy: Policy) -> str:

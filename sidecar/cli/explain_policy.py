@@ -294,6 +294,8 @@ class RequestExplanation:
             "counted_by": "bytes" if self._snapshot.estimator.counter is None else "tokenizer",
             "learn": policy.learn.value,
         }
+        if request.token_cost is not None:
+            self._found["holds"]["counts"] = {"tokens": request.ask().counted_tokens, "cost": str(request.token_cost)}
         self._found["largest"] = {"tokens": bounded(tokens), "requests": bounded(requests)}
         self._found["largest_by"] = {
             "tokens": sizes.reason(level, tokens) if tokens < UNLIMITED else None,
@@ -424,6 +426,7 @@ def _how_much(found: Found) -> list[str]:
     lines = [
         f"   {holds['tokens']:,} tokens: {holds['prompt_tokens']:,} prompt{output}{times}",
         *([] if cap is None else [f"   the engine is told {cap:,} as its maximum: the tenant's max_output_tokens"]),
+        *_describe_cost(holds),
         f"   the prompt is counted {how}"
         if holds["unsized"] is None
         else f"   {holds['unsized']} cannot be sized: it holds the most that one request may (unsized: hold)",
@@ -451,6 +454,14 @@ def _timeouts(first_byte_s: float, between_bytes_s: float, total_s: float, *, st
     return (
         f"its answer {begins}pauses for {policy_duration(between_bytes_s)} and takes {policy_duration(total_s)} at most"
     )
+
+
+def _describe_cost(holds: Found) -> list[str]:
+    """The count in its tenant's limits, where tokens are weighted."""
+    if "counts" not in holds:
+        return []
+    tokens, cost = holds["counts"]["tokens"], holds["counts"]["cost"]
+    return [f"   in its tenant's limits it counts for {tokens:,} until its usage is known (cost: {cost})"]
 
 
 def _describe_learning(holds: Found) -> list[str]:

@@ -286,7 +286,7 @@ def _engine_view(controller: AdmissionController) -> EngineStatus | None:
 
 
 def _has_budgets(policy: Policy) -> bool:
-    return any(tenant.limits.have_budgets for tenant in policy.named.values())
+    return any(tenant.has_budgets for tenant in policy.named.values())
 
 
 def _starvation_limits_s(policy: Policy) -> Mapping[str, float]:

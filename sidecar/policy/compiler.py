@@ -91,6 +91,8 @@ def load_files(path: str | FilePath) -> Loaded:
 
 def _too_much_reserved(policy: Policy) -> Iterator[str]:
     """A sentence for hours in which the tiers reserve more than the pool. At other times `pool_problems` says so."""
+    if all(entry.reserve is None for tier in policy.tiers for _, entry in tier.hours):
+        return
     for hours, then in policy.in_all_hours():
         if (promised := sum(tier.reserve for tier in then.tiers)) > 1:
             share = percent(Fraction(promised))

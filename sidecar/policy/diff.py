@@ -15,6 +15,7 @@ from typing import Any
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.policy.capacity import Capacity
+from sidecar.policy.cost import TokenCost
 from sidecar.policy.declared import written_name
 from sidecar.policy.fleet import FleetPolicy
 from sidecar.policy.model import Policy
@@ -33,6 +34,8 @@ _ABOUT = frozenset(
     ("rules", "capacity", "engines", "models", "aliases", "tiers", "timeouts", "endpoints", "named", "generation")
 )
 """Fields of a policy that are described elsewhere."""
+_WHOLE = Aging, StoreAddress, Tenant, TokenCost
+"""Mappings that are compared as one value."""
 _LEVELS = frozenset({"default_level", "level", "max_level", "downgrade_level"})
 
 
@@ -91,7 +94,9 @@ class _Telling:
             if old == new or name in but:
                 continue
             key = f"{about}{written_name(field)}"
-            if _are_one_kind(old, new):
+            if isinstance(old, dict):
+                yield from self._compare_named(key, old, new)
+            elif _are_one_kind(old, new):
                 yield from self._record(f"{key} ", old, new, but={"learn"})
             else:
                 yield from _compare(key, self._value(name, old), self._value(name, new))
@@ -165,7 +170,7 @@ def _compare(about: str, before: str, after: str) -> Iterator[str]:
 
 def _are_one_kind(before: object, after: object) -> bool:
     """True if both are mappings of a file whose keys are compared one by one."""
-    if type(before) is not type(after) or not is_dataclass(before) or isinstance(before, (Aging, StoreAddress, Tenant)):
+    if type(before) is not type(after) or not is_dataclass(before) or isinstance(before, _WHOLE):
         return False
     return not isinstance(before, Capacity) or before.is_read is getattr(after, "is_read", None)
 

@@ -347,6 +347,14 @@ def _speed(value: object) -> int:
     return round(1000 * _decimal(value, "a speed", "0.5", (Fraction(1, 100), 100)))
 
 
+def _token_weight(value: object) -> int:
+    """In thousandths."""
+    found = 1000 * _decimal(value, "a weight of tokens", "0.1", (Fraction(0), 1000))
+    if found.denominator != 1:
+        raise ValueError(f"{quoted(str(value))} has more than three decimals; write a number such as 0.125")
+    return int(found)
+
+
 def _weight(value: object) -> int:
     """As a percentage."""
     return round(100 * _decimal(value, "a weight", "2", (Fraction(0), 10)))
@@ -483,6 +491,7 @@ Bytes = Annotated[
 ]
 Speed = Annotated[int, Reads(_speed, {"type": "number", "minimum": 0.01, "maximum": 100})]
 Weight = Annotated[int, Reads(_weight, {"type": "number", "minimum": 0, "maximum": 10})]
+TokenWeight = Annotated[int, Reads(_token_weight, {"type": "number", "minimum": 0, "maximum": 1000})]
 Prefill = Annotated[
     int,
     Reads(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import zoneinfo
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, time, timedelta, timezone, tzinfo
 from fractions import Fraction
@@ -31,7 +30,7 @@ _NO_ZONES = (
     "Python"
 )
 
-_MOST_SHOWN = 20
+_MOST_SHOWN = _MOST_HOURS = 20
 
 E = TypeVar("E")
 
@@ -44,10 +43,10 @@ class Hours(str):
     end: int
     zone: tzinfo
 
-    def spans(self, at_s: float) -> Iterator[tuple[float, float]]:
-        """When they begin and end, in Unix seconds: those that may have begun, and those of a week from then on."""
+    def spans(self, at_s: float, days: int = 8) -> Iterator[tuple[float, float]]:
+        """Begins and ends, in Unix seconds: of those that may have begun, and of those of so many days after today."""
         today = datetime.fromtimestamp(at_s, self.zone).date()
-        for day in (today + timedelta(days=later) for later in range(-1, 9)):
+        for day in (today + timedelta(days=later) for later in range(-1, days + 1)):
             if day.weekday() in self.days:
                 midnight = datetime.combine(day, time())
                 begin, end = (midnight + timedelta(minutes=minutes) for minutes in (self.begin, self.end))
@@ -55,7 +54,7 @@ class Hours(str):
 
     def cover(self, at_s: float) -> bool:
         """True if they count then."""
-        return any(begin_s <= at_s < end_s for begin_s, end_s in self.spans(at_s))
+        return any(begin_s <= at_s < end_s for begin_s, end_s in self.spans(at_s, 0))
 
 
 class ChangesByHours:
@@ -125,6 +124,8 @@ def _read_days(text: str) -> Iterator[int]:
 def _read_zone(name: str) -> tzinfo:
     if name == _UTC:
         return timezone.utc
+    import zoneinfo  # only for hours of another zone
+
     if _ZONE.fullmatch(name):
         try:
             return zoneinfo.ZoneInfo(name)
@@ -159,5 +160,7 @@ HoursText = Annotated[Hours, of.Reads(read_hours, of.schema(f"Days and hours, wi
 
 
 def as_entries(written: Mapping[Hours, E] | None) -> tuple[tuple[Hours, E], ...]:
-    """Changes by hours, in the order of the file."""
+    """Changes by hours, in the order of the file. Raises ValueError for too many."""
+    if written is not None and len(written) > _MOST_HOURS:
+        raise ValueError(f"{len(written)} hours are more than anyone keeps in mind; write {_MOST_HOURS} or fewer")
     return () if written is None else tuple(written.items())

@@ -17,6 +17,7 @@ from sidecar.policy.choices import (
     Order,
     StoredTenants,
 )
+from sidecar.policy.cost import TokenCost
 from sidecar.policy.fleet import EngineAddress, largest_size, pool_prefill, pool_size
 from sidecar.policy.hours import ByHours, ChangesByHours, Hours, HoursNow, borders_s, covering, entry_at
 from sidecar.policy.pool_file import PoolFile
@@ -131,6 +132,23 @@ class Policy(PoolFile):
         return called | {alias: called.get(one.model, one.model) for alias, one in self.aliases.items()}
 
     @property
+    def has_costs(self) -> bool:
+        """True if tokens are weighted, of one model at least."""
+        costs = [self.cost, *(model.cost for model in self.models.values())]
+        return any(cost is not None and not cost.is_plain for cost in costs)
+
+    @property
+    def costs(self) -> Mapping[str, TokenCost]:
+        """The weights of tokens by model, in a pool for all `any model`; none where each token counts as one."""
+        return {model: self.cost_for(model) for model in self.models or ("any model",)} if self.has_costs else {}
+
+    def cost_for(self, model: str | None) -> TokenCost:
+        """The weights of the tokens of a model, or of others than those of the policy."""
+        of_model = self.models.get(model or "")
+        own = None if of_model is None else of_model.cost
+        return own or self.cost or TokenCost.plain()
+
+    @property
     def reads_capacity(self) -> bool:
         """True if a part of the pool's size is read from the engines, or depends on how many are found."""
         if self.engines is None:
@@ -174,10 +192,12 @@ class Policy(PoolFile):
 
     def in_all_hours(self) -> Iterator[tuple[str, Policy]]:
         """Combinations of tiers' hours in a week of winter and in one of summer, each with the policy as it is then."""
-        of_tiers = frozenset(hours for tier in self.tiers for hours, _ in tier.hours)
+        of_tiers = {hours for tier in self.tiers for hours, _ in tier.hours}
+        spans = [(*span, hours) for week_s in _WEEKS_S for hours in of_tiers for span in hours.spans(week_s)]
         seen: set[frozenset[Hours]] = {frozenset()}
-        for at_s in (border_s for week_s in _WEEKS_S for border_s in borders_s(of_tiers, week_s)):
-            if (counting := covering(of_tiers, at_s)) not in seen:
+        for at_s in sorted({border_s for begin_s, end_s, _ in spans for border_s in (begin_s, end_s)}):
+            counting = frozenset(hours for begin_s, end_s, hours in spans if begin_s <= at_s < end_s)
+            if counting not in seen:
                 seen.add(counting)
                 yield " and ".join(sorted(counting)), self.at(at_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, NamedTuple
@@ -38,11 +39,16 @@ class RateLimits:
             or self.concurrent_requests is not None
         )
 
+    @property
+    def budgets(self) -> Mapping[str, int]:
+        """Tokens by `day` and `month`, in UTC."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 @declared
 class AccountLimits(RateLimits):
-    """Limits of one account. Each is unlimited if left out."""
+    """Limits of one account, such as a tenant's at one model. Each is unlimited if left out."""
 
     tokens_per_day: of.BudgetCount | None = key(
         None, "Tokens per day, prompts and answers, from midnight to midnight in UTC. It needs a store.", "20M"
@@ -50,9 +56,17 @@ class AccountLimits(RateLimits):
     tokens_per_month: of.BudgetCount | None = key(None, "Tokens per calendar month, in UTC. It needs a store.", "400M")
 
     @property
-    def have_budgets(self) -> bool:
-        """True if the tenant has a budget of tokens for a day or a month, in UTC."""
-        return self.tokens_per_day is not None or self.tokens_per_month is not None
+    def budgets(self) -> Mapping[str, int]:
+        """See `RateLimits`."""
+        found = {"day": self.tokens_per_day, "month": self.tokens_per_month}
+        return {period: tokens for period, tokens in found.items() if tokens is not None}
+
+
+_ByModel = Annotated[dict[of.ModelName, AccountLimits], of.mapped("{llama-70b: {tokens_per_minute: 50k}}")]
+
+
+def _by_model(models: dict[str, AccountLimits] | None) -> Mapping[str, AccountLimits]:
+    return models or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +89,11 @@ class Limits(AccountLimits):
     """A tenant's own limits. Each is unlimited if left out."""
 
     max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 8192)
+    models: Annotated[Mapping[str, AccountLimits], ReadAs(_ByModel | None, _by_model)] = key(
+        None,
+        "Limits of its requests to single models of the pool's file, which count in these, too.",
+        {"llama-70b": {"tokens_per_minute": "50k"}},
+    )
     hours: Annotated[
         ByHours[LimitsHours], ReadAs(Annotated[dict[HoursText, LimitsHours], _HOURS] | None, as_entries)
     ] = key(
@@ -186,6 +205,26 @@ class Tenant:
         None, "Over a limit: `reject` (the default), or {downgrade: TIER}.", name="over_limit"
     )
     users: Users | None = key(None, "Its end users: turns and limits of their own. Default: none.")
+
+    @property
+    def account(self) -> Account:
+        """The account of all that it sends."""
+        return Account(self.name, self.limits)
+
+    def account_at(self, model: str) -> Account | None:
+        """The account of what it sends to a model; None where that has no limits of its own."""
+        limits = self.limits.models.get(model)
+        return None if limits is None else Account(f"{self.name} model {model}", limits)
+
+    @property
+    def accounts(self) -> Sequence[Account]:
+        """All that the policy names: its own, and those of models."""
+        return [self.account, *(it for model in self.limits.models if (it := self.account_at(model)) is not None)]
+
+    @property
+    def has_budgets(self) -> bool:
+        """True if an account of it has a budget."""
+        return any(account.limits.budgets for account in self.accounts)
 
     def may_use(self, model: str) -> bool:
         """True if its requests may name this model. Names are compared as they are, also in their case."""

@@ -68,13 +68,20 @@ class UserTurns:
     def charge(self, ticket: Ticket) -> None:
         """Charges its user for one that leaves, or is shown; the user's first is placed after that."""
         first = self._firsts[ticket.user]
-        self._set_finish(ticket.user, max(first.place - first.tokens, self._finish.get(ticket.user, 0)) + ticket.tokens)
+        finish = max(first.place - first.charged, self._finish.get(ticket.user, 0)) + ticket.charged
+        self._set_finish(ticket.user, finish)
         if first is not ticket:
+            ticket.place = finish
             self.place_again(ticket.user)
 
     def grow(self, user: str | None, tokens: int) -> None:
-        """Growth of a user's lease; less than nothing where a charge is given back."""
-        self._set_finish(user, max(self._virtual, self._finish.get(user, 0)) + tokens)
+        """Growth of a user's lease. Less than nothing where a charge is given back: its first comes so much earlier."""
+        virtual = self._virtual
+        self._set_finish(user, max(virtual, max(virtual, self._finish.get(user, 0)) + tokens))
+        if tokens < 0 and (first := self._firsts.get(user)) is not None:
+            self._leave_lane(first)
+            first.place = min(first.place, max(virtual + first.charged, first.place + tokens))
+            insort(self.lane, first, key=by_place)
 
     def place_again(self, user: str | None) -> None:
         """Places the user's first anew: it has been charged before that one."""
@@ -84,14 +91,14 @@ class UserTurns:
 
     def charged(self, ticket: Ticket) -> int:
         """The charge of one that is shown: it goes as far back as the virtual time."""
-        return min(ticket.tokens, ticket.place - self._virtual)
+        return min(ticket.charged, ticket.place - self._virtual)
 
     def is_next(self, ticket: Ticket) -> bool:
         """True if a ticket would be the first of all, if it came now."""
         first = self._firsts.get(ticket.user)
         if first is not None and first.arrival < ticket.arrival:
             return False
-        place = max(self._virtual, self._finish.get(ticket.user, 0)) + ticket.tokens
+        place = max(self._virtual, self._finish.get(ticket.user, 0)) + ticket.charged
         return all((place, *ticket.arrival) < other.lane_place for other in self.lane[:2] if other is not first)
 
     def pass_time(self, to: int) -> None:
@@ -116,7 +123,7 @@ class UserTurns:
             self._finish = {u: f for u, f in self._finish.items() if u in self._firsts}
 
     def _put_first(self, ticket: Ticket) -> None:
-        ticket.place = max(self._virtual, self._finish.get(ticket.user, 0)) + ticket.tokens
+        ticket.place = max(self._virtual, self._finish.get(ticket.user, 0)) + ticket.charged
         self._firsts[ticket.user] = ticket
         insort(self.lane, ticket, key=BY_PLACE)
 

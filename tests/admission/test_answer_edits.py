@@ -117,8 +117,8 @@ def test_a_whole_answer_is_edited_wherever_it_is_cut(value: Any, cuts: list[int]
 @given(
     st.lists(st.dictionaries(NAMES, VALUES, max_size=6), max_size=4),
     CUTS,
-    st.sampled_from(["\n\n", "\r\n\r\n"]),
-    st.sampled_from(["data: ", "data:", "event: x\ndata: "]),
+    st.sampled_from(["\n\n", "\r\n\r\n", "\r\r"]),
+    st.sampled_from(["data: ", "data:", "data: \t ", "event: x\ndata: ", "event: x\rdata: "]),
     st.booleans(),
 )
 def test_each_event_is_edited_wherever_a_stream_is_cut(
@@ -176,6 +176,8 @@ def test_what_is_too_large_passes_as_it_is_and_is_not_held(monkeypatch: pytest.M
     shown = Client([line[:80], line[80:140], line[140:], b'\ndata: {"model":"x"}', b"\n\n"], writes=True)
     assert shown.bodies[:2] == [b"", line[:140]]
     assert shown.body == line + b'\ndata: {"model":"alias"}\n\n'
+    shown = Client([line[:140], line[140:], b'"', b"}\n"])  # the rest of a line does not wait
+    assert shown.bodies == [line[:140], line[140:], b'"', b"}\n", b""]
     # The rest of a line is no line, whatever it looks like.
     shown = Client([line[:140], b'data: {"model":"x"}\ndata: {"model":"x"}\n\n'], writes=True)
     assert shown.body == line[:140] + b'data: {"model":"x"}\ndata: {"model":"alias"}\n\n'

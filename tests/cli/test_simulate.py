@@ -369,6 +369,11 @@ def test_keys_that_no_run_uses_are_named(folder: Path, capsys: pytest.CaptureFix
         (("60%", "50%"), ("--scale", "0.001"), "no request had to wait, so nothing decides who is first; try a higher"),
         (("60%", "10%"), (), "no request met what they differ in: tiers.high.reserve"),
         (("batch: {", "batch: {limit: 99%, "), (), None),
+        (
+            ("batch: {", "batch: {hours: {sat UTC: {limit: 10%}}, "),
+            (),
+            "they differ in hours alone, which no run uses",
+        ),
         (("{tokens", "{learn: full, tokens"), (), None),
         (("engine: vllm", "order: gain\nengine: vllm"), ("--order", "level"), "their files say the same"),
     ],

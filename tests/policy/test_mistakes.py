@@ -26,6 +26,12 @@ HASH, OTHER = (f"sha256:{digit * 64}" for digit in "01")
         ("anonymous: everyone", 'anonymous: "everyone" is no tier; write one of high, normal, batch, deny'),
         ("sources: [header, boddy]", 'sources[1]: "boddy" is no source; did you mean "body"?'),
         ("sources: [body, body]", "sources: body is listed twice; keep its first place"),
+        ("cost: {output: 1001}", 'cost.output: "1001" is not a weight of tokens; write a number from 0 to 1000'),
+        ("cost: {input: -1}", 'cost.input: "-1" is not a weight of tokens; write a number such as 0.1'),
+        ("cost: {cached: 1e3}", 'cost.cached: "1e3" is not a weight of tokens; write a number such as 0.1'),
+        ("cost: {cached: 0.1234}", 'cost.cached: "0.1234" has more than three decimals; write a number such as 0.125'),
+        ("cost: {chached: 0.1}", 'cost.chached: no such key; did you mean "cached"?'),
+        ("cost: 4", "cost: a single value where a mapping belongs; write a mapping with input, cached, output"),
         ("sources: []", "sources: not a list with something in it; write [body, header, endpoint, key]"),
         (
             "sources: [engine]",
@@ -211,6 +217,14 @@ def test_an_engine_is_not_asked_to_read_what_it_cannot(tmp_path: Path, engine: s
         ("tier: normal, max_tier: batch", "max_tier: less important than its tier normal; write normal or a more "),
         ("tier: normal, over_limit: {downgrade: high}", "over_limit: not less important than its tier normal; write a"),
         ("tier: normal, over_limit: refuse", 'over_limit: "refuse" is not what can be done; write reject or {downgrad'),
+        (
+            "tier: normal, limits: {models: {m: {max_output_tokens: 5}}}",
+            "limits.models.m.max_output_tokens: no such key; ",
+        ),
+        (
+            "tier: normal, limits: {models: {}}",
+            "limits.models: not a mapping with something in it; write {llama-70b: {tokens_per_minute: 50k}}",
+        ),
         ("tier: normal, limits: {requests_per_second: 5}", "limits.requests_per_second: no such key; did you mean "),
         ("", "tier: missing; write tier: normal"),
     ],

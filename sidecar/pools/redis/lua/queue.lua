@@ -149,6 +149,8 @@ local function rank(queue, ticket)
   if bounds[ticket] > 0 then table.insert(list, low, ticket) end
 end
 
+local function charged(ticket) return ticket[COST] or ticket[TOKENS] end
+
 -- ---- the users of a tenant
 
 local function insert(queue, name, ticket)
@@ -166,7 +168,7 @@ end
 
 local function place_first(queue, ticket)
   local users, user = users_of(queue, ticket[TENANT]), ticket[USER]
-  ticket[PLACE], ticket.packed = max(users[VIRTUAL_OF_USERS], users[FINISH][user] or 0) + ticket[TOKENS], nil
+  ticket[PLACE], ticket.packed = max(users[VIRTUAL_OF_USERS], users[FINISH][user] or 0) + charged(ticket), nil
   users[FIRSTS][user] = ticket[PLACE]
   insert(queue, ticket[TENANT], ticket)
 end
@@ -219,12 +221,26 @@ local function set_finish(users, user, finish)
   end
 end
 
+-- A user's lease has grown; below 0: it has used less, and the user's first is placed so much earlier, but never before the virtual time.
+local function grow_user(queue, tenant, user, tokens)
+  local users = queue.users[tenant]
+  local virtual = users[VIRTUAL_OF_USERS]
+  set_finish(users, user, max(virtual, max(virtual, users[FINISH][user] or 0) + tokens))
+  local place = users[FIRSTS][user]
+  if tokens >= 0 or not place then return end
+  local first = first_of_user(queue, { [TENANT] = tenant, [USER] = user })
+  take_from(lane_of(queue, tenant), first)
+  first[PLACE], first.packed = min(place, max(virtual + charged(first), place + tokens)), nil
+  users[FIRSTS][user] = first[PLACE]
+  insert(queue, tenant, first)
+end
+
 -- Its user is charged for one that leaves its tenant's queue, whose first is `first`: time passes to that one.
 local function charge_user(queue, ticket, first)
   local users, user, own = users_of(queue, ticket[TENANT]), ticket[USER], first_of_user(queue, ticket)
-  local passed = first[PLACE] - (rules[R_BY_GAIN] and first[TOKENS] or 0)
+  local passed = first[PLACE] - (rules[R_BY_GAIN] and charged(first) or 0)
   users[VIRTUAL_OF_USERS] = max(users[VIRTUAL_OF_USERS], passed)
-  set_finish(users, user, max(own[PLACE] - own[TOKENS], users[FINISH][user] or 0) + ticket[TOKENS])
+  set_finish(users, user, max(own[PLACE] - charged(own), users[FINISH][user] or 0) + charged(ticket))
   if own ~= ticket then -- by gain
     take_from(lane_of(queue, ticket[TENANT]), own)
     place_first(queue, own)
@@ -251,7 +267,7 @@ local function queue_add(ticket)
   local tier, tenant = ticket[TIER], ticket[TENANT]
   local t, queue = tiers[tier], queue_of(tier)
   local before = first_before(queue, ticket)
-  t[LARGEST], t[SMALLEST] = max(t[LARGEST], ticket[TOKENS]), min(t[SMALLEST], ticket[TOKENS])
+  t[LARGEST], t[SMALLEST] = max(t[LARGEST], charged(ticket)), min(t[SMALLEST], ticket[TOKENS])
   if ticket[HAS_RETURNED] then
     local first = next_of(tier)
     ticket[START] = first and min(t[VIRTUAL], first[START]) or t[VIRTUAL]
@@ -307,7 +323,7 @@ local function queue_leave(ticket)
   if not rules[R_BY_GAIN] then t[VIRTUAL] = max(t[VIRTUAL], ticket[START] or 0) end
   if not ticket[HAS_RETURNED] then
     local first = ticket_at(lane_of(queue, tenant), 1)
-    local finish = max(first[START] or 0, queue.finish[tenant] or 0) + ticket[TOKENS] / ticket[WEIGHT]
+    local finish = max(first[START] or 0, queue.finish[tenant] or 0) + charged(ticket) / ticket[WEIGHT]
     queue.finish[tenant] = finish
     forget_tags(tier, queue)
     if first ~= ticket and (not first[START] or first[START] < finish) then first[START], first.packed = finish, nil end
@@ -317,14 +333,21 @@ local function queue_leave(ticket)
   tag(tier, tenant, before)
 end
 
--- Growth of a tenant's lease, while others of the tier wait; of its user's, while others of the tenant do.
+-- Growth of a tenant's lease, while others of the tier wait; of its user's, while others of the tenant do. Below 0: what it did not
+-- use is given back.
 local function queue_charge(tier, tenant, tokens, weight, user)
   if not tier or tiers[tier][QUEUED] == 0 then return end
-  local queue = queue_of(tier)
-  queue.finish[tenant] = max(tiers[tier][VIRTUAL], queue.finish[tenant] or 0) + tokens / weight
-  local users = user and lane_of(queue, tenant) and queue.users[tenant]
-  if users then set_finish(users, user, max(users[VIRTUAL_OF_USERS], users[FINISH][user] or 0) + tokens) end
+  local queue, virtual = queue_of(tier), tiers[tier][VIRTUAL]
+  queue.finish[tenant] = max(virtual, max(virtual, queue.finish[tenant] or 0) + tokens / weight)
+  local lane = lane_of(queue, tenant)
+  local users, first = user and lane and queue.users[tenant], lane and ticket_at(lane, 1)
+  if users then grow_user(queue, tenant, user, tokens) end
   changed['q:' .. tier] = true
+  if tokens >= 0 or not first then return end
+  tag(tier, tenant, first) -- its user's turn may be before that of the one that was first
+  first = ticket_at(lane, 1)
+  first[START], first.packed = max(virtual, first[START] + tokens / weight), nil
+  tag(tier, tenant)
 end
 
 -- Rule 9: whether a tenant, or its user, had so much more than its part that it comes after all others.
