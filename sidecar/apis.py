@@ -31,6 +31,9 @@ STANDARD_APIS = {
 
 STANDARD_PATHS = tuple(f"/v1{suffix}" for suffix in STANDARD_APIS)
 
+MODELS_PATH = "/v1/models"
+"""Lists the models, and below it each one."""
+
 
 def infer_api(path: str) -> Api | None:
     """The API of the requests on a path, known from how the path ends."""

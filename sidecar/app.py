@@ -24,7 +24,6 @@ from sidecar.composition.stores import find_store, new_records, new_usage, refus
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
 from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineCheck, EngineWatch
-from sidecar.fleet.models import ModelsController
 from sidecar.identity.identities import Identities
 from sidecar.leases import Admission
 from sidecar.leases.no_engine import NoEngineHere
@@ -35,7 +34,6 @@ from sidecar.policy.model import Policy
 from sidecar.policy.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSize, Pool
-from sidecar.pools.limits_pool import LimitsPool
 from sidecar.proxy import EngineProxy
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.server.mounted import FailedStart
@@ -256,7 +254,7 @@ class AdmissionMiddleware:
 def _serving(pool: OnePool) -> ASGIApp:
     controller, lifespan = pool.controller, pool.lifespan
     serve: ASGIApp = partial(serve_scope, controller, lifespan)
-    if isinstance(controller, ModelsController):
+    if controller.controllers:
         from sidecar.fleet.model_requests import serve_models
 
         serve = partial(serve_models, controller, lifespan)
@@ -405,6 +403,8 @@ def _fleet_controller(routing: FleetRouting, services: Services, policy: Policy)
 def _models_parts(policy: Policy, setup: _Setup) -> list[Part]:
     """The front of the models' pools, and then each of them."""
     from sidecar.fleet.app import FleetApp, FleetsApp
+    from sidecar.fleet.models import ModelsController
+    from sidecar.pools.limits_pool import LimitsPool
 
     allowances, estimator, usage = RateLimiter(), _estimator(policy), _usage(policy, setup)
     watchdog, identities = Watchdog(), Identities()

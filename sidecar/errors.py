@@ -143,6 +143,12 @@ class InvalidApiKey(AdmissionError):
     kind = "authentication_error"
 
 
+class ExpiredApiKey(InvalidApiKey):
+    """The key has ended: its `expires` in the tenant's file is past. The message has the key's name."""
+
+    code = "expired_api_key"
+
+
 class InvalidToken(InvalidApiKey):
     """A signed token (JWT) that is not believed, or that names no tenant or tier of the policy."""
 

@@ -79,7 +79,8 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     `preemptible` says that what it is admitted with may be taken back until its first byte goes out; `downgraded_from`
     is the tier it would have had, had its tenant not been over its limits. `expected` is None where no output length is
     learned. One that `is_deferred` has a deadline, and waits for as long as it may. `risen_from` is in the record of
-    one that rose. `user` is the tenant's user as it may be shown, empty for an unknown one.
+    one that rose. `user` is the tenant's user as it may be shown, empty for an unknown one. `key` is the name of its
+    API key, None where it has none.
     """
 
     at_us: int
@@ -96,6 +97,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     preemptible: bool = False
     downgraded_from: str | None = None
     expected: Expectation | None = None
+    key: str | None = None
     risen_from: str | None = None
     is_deferred: bool = False
     user: str | None = None
@@ -236,7 +238,8 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     """The middleware ended the request: it answered with an error, or had no one to answer (`status` is None).
 
     The latter is `client_left` (the client disconnected) or `canceled` (the server stopped). The waiting figures
-    are zero where it never waited. `tenant` and `tier` are None where the key was not known yet. The tier is the one
+    are zero where it never waited. `tenant`, `tier` and `key`, the key's name, are None where the key was not known
+    yet, and `key` where it has no name. The tier is the one
     that its path and its key give it, where it ended before its body was read. `gain` is there where its tier has an
     objective.
     """
@@ -252,6 +255,7 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     tenant: str | None = None
     gain: ServiceGain | None = None
     tier: str | None = None
+    key: str | None = None
 
 
 class FirstByte(msgspec.Struct, frozen=True, gc=False):

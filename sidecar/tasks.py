@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 
 if sys.version_info >= (3, 11):
     timeout = asyncio.timeout
@@ -48,13 +47,3 @@ async def is_set_within(event: asyncio.Event, within_s: float) -> bool:
     except asyncio.TimeoutError:
         return False
     return True
-
-
-def report_failure(task: asyncio.Task[None], report: Callable[[str], None]) -> None:
-    """Calls `report` with the text of the exception by which a task ends that nothing waits for."""
-
-    def ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            report(f"{type(error).__name__}: {error}")
-
-    task.add_done_callback(ended)

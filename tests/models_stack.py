@@ -19,7 +19,7 @@ from tests.support.late import openai
 from tests.support.ports import free_ports
 from tests.support.waiting import until
 
-KEY, LIMITED = "sk-alpha", "sk-limited"
+KEY, LIMITED, BY_MODEL = "sk-alpha", "sk-limited", "sk-by-model"
 LLAMA, QWEN, LORA = "meta/llama-70b", "qwen-7b", "my-lora"
 POLICY = """\
 engine: vllm
@@ -33,7 +33,7 @@ engines:
   health: {{every: 500ms, fail: 2, rise: 1}}
   slow_start: 1s
 models:
-  meta/llama-70b: {{engines: [a, b], aliases: [llama, my-lora]}}
+  meta/llama-70b: {{engines: [a, b], aliases: [llama, my-lora], cost: {{output: 4}}}}
   qwen-7b: {{engines: [c]}}
 tiers:
   high: {{}}
@@ -49,7 +49,15 @@ endpoints:
 background: hold
 tenants: tenants/*.yaml
 """
-TENANTS = {"alpha": (KEY, ""), "limited": (LIMITED, "limits: {concurrent_requests: 1}\n")}
+TENANTS = {
+    "alpha": (KEY, ""),
+    "limited": (LIMITED, "limits: {concurrent_requests: 1}\n"),
+    "by-model": (
+        BY_MODEL,
+        "limits: {concurrent_requests: 2, models: {qwen-7b: {concurrent_requests: 1}, "
+        "meta/llama-70b: {tokens_per_minute: 60k}}}\n",
+    ),
+}
 ENGINES = {"a": "llama-70b", "b": "llama-70b", "c": QWEN}
 _EMULATED = ("--engine", "vllm", "--step-ms", "10", "--max-num-seqs", "8", "--response-store")
 

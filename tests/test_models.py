@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.models_stack import KEY, LIMITED, LLAMA, LORA, QWEN, ModelsStack, models_stack
+from tests.models_stack import BY_MODEL, KEY, LIMITED, LLAMA, LORA, QWEN, ModelsStack, models_stack
 from tests.support.late import anthropic, openai
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.waiting import until
@@ -193,6 +193,32 @@ async def test_a_tenants_limits_count_in_all_pools(stack: ModelsStack) -> None:
         await asked(stack, LLAMA)
     await until(lambda: stack.counts(QWEN) == (0, 0))
     await asked(stack, LLAMA, LIMITED)
+
+
+async def test_limits_of_a_model_count_beside_the_tenants_own_under_each_of_its_names(stack: ModelsStack) -> None:
+    async def refusal(model: str, most: int = 3) -> str:
+        async with stack.client(BY_MODEL) as client:
+            with pytest.raises(openai.RateLimitError) as refused:
+                await client.chat.completions.create(model=model, messages=HELLO, max_tokens=most)
+        assert refused.value.code == "tenant_limit"
+        return str(refused.value)
+
+    async with streams(stack, QWEN, 1, BY_MODEL):
+        for _ in range(3):
+            assert "tenant by-model (model qwen-7b) has 1 request waiting or running" in await refusal(QWEN)
+        for model in (LLAMA, "llama", LORA):  # each token of an answer counts for four
+            weighed = await refusal(model, 16_000)
+            assert "the limit of tenant by-model (model meta/llama-70b), 60,000 tokens per minute" in weighed
+            assert "this request counts for 64,0" in weighed
+        async with streams(stack, LLAMA, 1, BY_MODEL):
+            assert "tenant by-model has 2 requests waiting or running" in await refusal(LLAMA)
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {BY_MODEL}"}) as client:
+            own = await (await client.get(f"{stack.url}/v1/admission/self")).json()
+        assert own["limits"]["models"][QWEN] == {"concurrent_requests": 1}
+        assert own["limits"]["models"][LLAMA]["tokens"]["per_minute"] == 60_000
+        assert own["cost"][LLAMA] == {"input": 1.0, "cached": 1.0, "output": 4.0}
+    await until(lambda: stack.counts(QWEN) == (0, 0))
+    await asked(stack, QWEN, BY_MODEL)
 
 
 @pytest.mark.long

@@ -53,7 +53,7 @@ _BEFORE_ANY_PAGE: Mapping[int, Refusal] = {
 }
 _STATE: Mapping[str, tuple[str, str]] = {
     "version": ("object", "What runs here, and the layout of what it keeps in a store."),
-    "policy": ("object", "Its generation, and the engine that it names."),
+    "policy": ("object", "Its generation, the engine that it names, and what its hours say now."),
     "mode": ("string", "enforce, observe or pass."),
     "engine": ("object", "The engine as the last look found it."),
     "draining": ("boolean", "New requests are refused: the process ends."),

@@ -88,6 +88,7 @@ _NO_STORED = "no_stored_tenants: the policy has no `stored_tenants: true`"
 _NO_TENANT = "unknown_tenant: no tenant is called so"
 _NO_STORE = "store_unavailable: the store does not answer; it may have the change all the same"
 _IN_FILES = "tenant_in_files: the policy's files have it, and go first"
+_NO_KEY = "unknown_key: it has no key of this name, and none, or several, whose hash begins so"
 _NO_PAGE = "unknown_page: the port has no such page; a name with a line end is no name"
 _SWITCH = "bad_parameter: a switch that is neither true nor false"
 _ONE_OF_MODELS: Refusal = (
@@ -260,10 +261,40 @@ OPERATIONS = (
         of_class("Tenant"),
     ),
     Operation(
+        "POST",
+        "/tenants/{name}/keys",
+        "addKey",
+        "Adds a key to a tenant in the store. It is in force here at once, and on all replicas within a second.",
+        {
+            201: _json("Tenants", "The tenant, with its keys."),
+            400: ("invalid_tenant: a line for each mistake",),
+            404: (_NO_STORED, _NO_TENANT, _NO_PAGE),
+            409: (_IN_FILES, "key_in_use: it is another tenant's"),
+            413: ("body_too_large: larger than a tenant in the store may be",),
+            503: (_NO_STORE,),
+        },
+        [_TENANT],
+        of_class("TenantKey"),
+    ),
+    Operation(
+        "DELETE",
+        "/tenants/{name}/keys/{key}",
+        "revokeKey",
+        "Takes a key from a tenant in the store.",
+        {
+            200: _json("Tenants", "The tenant, with the keys that are left."),
+            400: ("invalid_tenant: the store's record is none",),
+            404: (_NO_STORED, _NO_TENANT, _NO_KEY, _NO_PAGE),
+            409: (_IN_FILES,),
+            503: (_NO_STORE,),
+        },
+        [_TENANT, _in_path("key", "Its name, or at least 8 digits with which its hash begins.")],
+    ),
+    Operation(
         "GET",
         "/tenants/{name}",
         "tenant",
-        "One tenant; two rows where the files and the store have it.",
+        "One tenant, with its keys; two rows where the files and the store have it.",
         {200: _json("Tenants", "The tenant."), 404: (_NO_STORED, _NO_TENANT, _NO_PAGE)},
         [_TENANT],
     ),

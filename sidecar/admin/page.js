@@ -479,7 +479,7 @@ function grouped(refusals) {
 
 function refusals(overview) {
   keep(at("refusal-rows"), grouped(overview.refusals), ({ key, newest }) => `${key} ${newest.request_id} ${newest.at_s}`, ({ newest }) => {
-    const who = newest.tier === null ? "not known" : `${newest.tier}, ${newest.tenant}`;
+    const who = newest.tier === null ? "not known" : `${newest.tier}, ${newest.tenant}${newest.key ? `, key ${newest.key}` : ""}`;
     const status = newest.status === null ? "" : ` (${newest.status})`;
     const times = make("span", "soft");
     const gaveWay = newest.preempted ? `, preempted ${newest.preempted}\u00d7` : "";

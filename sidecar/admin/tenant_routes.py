@@ -1,8 +1,9 @@
 """Tenants on the admin port: those of the policy's files, and those of the store, which are changed here.
 
 `GET /tenants` and `GET /tenants/{name}` list them, `POST /tenants` writes one to the store (with `?replace=true` also
-over another), `DELETE /tenants/{name}` removes one. A change is in force on this replica when it is answered, and on
-the others within a second. No page and no answer has a key, or the hash of one.
+over another), `DELETE /tenants/{name}` removes one; below `/tenants/{name}/keys` its keys are added and revoked. A
+change is in force on this replica when it is answered, and on the others within a second. No page and no answer has a
+key, or the whole hash of one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from starlette.routing import BaseRoute
 from sidecar.admin.answers import RefusedByPage, flag, json_answer
 from sidecar.admin.operations import routes_for
 from sidecar.policy.stored_tenants import MOST_RECORD_BYTES, InvalidTenant
+from sidecar.policy.tenant_keys import UnknownKey
 from sidecar.pools.base import StoreError
 from sidecar.tenants.records import ChangeRefused, RefusedChange
 from sidecar.tenants.registry import InFiles, StoredTenantsRegistry, TenantRow
@@ -57,8 +59,15 @@ class TenantRoutes:
 
     def routes(self) -> Sequence[BaseRoute]:
         """See the module."""
+        of_keys = {"addKey": self._add_key, "revokeKey": self._revoke_key}
         return routes_for(
-            {"tenants": self._list, "putTenant": self._put, "tenant": self._show, "removeTenant": self._remove}
+            {
+                "tenants": self._list,
+                "putTenant": self._put,
+                **of_keys,
+                "tenant": self._show,
+                "removeTenant": self._remove,
+            }
         )
 
     async def _list(self, request: Request) -> Response:
@@ -79,16 +88,23 @@ class TenantRoutes:
     async def _put(self, request: Request) -> Response:
         registry, replaces = self._require(), flag(request, "replace")
         text = await _body(request)
-        try:
-            row = await _change(lambda: registry.put(text, replaces=replaces))
-        except InvalidTenant as invalid:
-            raise RefusedByPage(400, "invalid_tenant", str(invalid)) from None
+        row = await _change(lambda: registry.put(text, replaces=replaces))
         return json_answer(Tenants([row], None, registry.version), 200 if replaces else 201)
 
     async def _remove(self, request: Request) -> Response:
         registry, name = self._require(), request.path_params["name"]
         await _change(lambda: registry.remove(name))
         return json_answer(Removed(name, registry.version))
+
+    async def _add_key(self, request: Request) -> Response:
+        registry, name, text = self._require(), request.path_params["name"], await _body(request)
+        await _change(lambda: registry.add_key(name, text))
+        return json_answer(Tenants(registry.rows_named(name), None, registry.version), 201)
+
+    async def _revoke_key(self, request: Request) -> Response:
+        registry, name = self._require(), request.path_params["name"]
+        await _change(lambda: registry.revoke_key(name, request.path_params["key"]))
+        return json_answer(Tenants(registry.rows_named(name), None, registry.version))
 
     def _require(self) -> StoredTenantsRegistry:
         if self._registry is None:
@@ -112,6 +128,10 @@ async def _change(change: Callable[[], Awaitable[_Answer]]) -> _Answer:
     """The result of a change. Raises RefusedByPage."""
     try:
         return await change()
+    except InvalidTenant as invalid:
+        raise RefusedByPage(400, "invalid_tenant", str(invalid)) from None
+    except UnknownKey as unknown:
+        raise RefusedByPage(404, "unknown_key", str(unknown)) from None
     except InFiles as files:
         raise RefusedByPage(409, "tenant_in_files", str(files)) from None
     except StoreError as silent:

@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import Message, Scope, Send
 
 from sidecar.admission.background import BackgroundRequest
+from sidecar.admission.charges import weighed
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.handover import Write
 from sidecar.admission.intake import SizedRequest
@@ -223,7 +224,7 @@ class Answer(msgspec.Struct, eq=False):
     def used(
         self, request: SizedRequest, controller: AdmissionController, policy: Policy, *, is_complete: bool
     ) -> tuple[int, int | None]:
-        """The tokens that it cost, and those that its tenant is charged for: None for the estimate.
+        """The tokens that it cost, and those that its accounts are charged for: None for the estimate.
 
         Call it after its end: the growth of its lease ends, and what it was like is learned. `policy` is the request's.
         """
@@ -235,7 +236,9 @@ class Answer(msgspec.Struct, eq=False):
         if self.size is not None:
             self.size.ended(tokens)
         learn(controller, request, policy, usage, self.status, is_complete=is_complete, is_failure=is_failure)
-        return tokens, tokens if is_failure or usage.is_known(self.status) else None
+        if not (is_failure or usage.is_known(self.status)):
+            return tokens, None
+        return tokens, weighed(request.token_cost, usage, request.prompt_tokens, tokens)
 
     def _begun(self, message: Message) -> Message:
         self.status = message["status"]
@@ -318,7 +321,8 @@ def _count_use(
     classification = request.classification
     input_tokens = min(tokens, request.prompt_tokens if usage.input_tokens is None else usage.input_tokens)
     tenant, tier = classification.tenant.name, policy.tiers[classification.level].name
-    counted.add(tenant, tier, request.payload.model, input_tokens, tokens - input_tokens)
+    output_tokens, charged = tokens - input_tokens, weighed(request.token_cost, usage, request.prompt_tokens, tokens)
+    counted.add(tenant, tier, request.payload.model, input_tokens, output_tokens, charged, request.beside)
 
 
 async def _nothing() -> None:

@@ -22,8 +22,9 @@ LARGEST_EDITED = 8 * 1024 * 1024
 """Bytes of a whole answer, or of a line of a stream, that are held until the end has come. A token has four to five,
 with the log probabilities of twenty others 2 KiB."""
 
-_DATA = re.compile(rb"^(data: ?)(\{[^\r\n]*\})(?=[ \r]*$)", re.MULTILINE)
+_DATA = re.compile(rb"(data:(?<![^\r\n]data:)[ \t]*)(\{[^\r\n]*\})(?=[ \t]*(?:[\r\n]|\Z))")
 """An event's object. It is one line at every engine: a line break is escaped in JSON."""
+_LINE_END = re.compile(rb"[\r\n]")
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -97,7 +98,7 @@ class AnswerEditor:
 
     def write(self, write: Write, body: bytes) -> bool:
         """See `handover.Write`, around another: whole lines of a stream are edited, and written at once."""
-        if self._held or self._has_begun_line or self._is_whole or not body.endswith(b"\n"):
+        if self._held or self._has_begun_line or self._is_whole or not body.endswith((b"\n", b"\r")):
             return False
         return write(self._edit_lines(body) if self._is_stream else body)
 
@@ -123,10 +124,11 @@ class AnswerEditor:
 
     def _lines(self, body: bytes, *, is_last: bool) -> bytes:
         """The lines that are complete."""
-        end, held = len(body) if is_last else body.rfind(b"\n") + 1, self._held
+        held = self._held
+        end = len(body) if is_last else max(body.rfind(b"\n"), body.rfind(b"\r")) + 1
         if not end and not is_last:
             held += body
-            if len(held) <= LARGEST_EDITED:
+            if len(held) <= LARGEST_EDITED and not self._has_begun_line:
                 return b""
             begun_line = bytes(held)
             held.clear()
@@ -134,8 +136,10 @@ class AnswerEditor:
             return begun_line
         lines = bytes(held) + body[:end]
         held[:] = body[end:]
-        since = (lines.find(b"\n") + 1 or len(lines)) if self._has_begun_line else 0
-        self._has_begun_line = False
+        since = 0
+        if self._has_begun_line:
+            self._has_begun_line = False
+            since = len(lines) if (found := _LINE_END.search(lines)) is None else found.end()
         return lines[:since] + self._edit_lines(lines[since:])
 
     def _edit_lines(self, lines: bytes) -> bytes:

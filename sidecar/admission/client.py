@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from sidecar.admission.answer_edits import AnswerEditor, Edit
 
 EVENTS = b"text/event-stream"
+_AFTER = b"; \t,"
+"""Bytes that may follow a type in `content-type`: `application/json-seq` is another one."""
 LONGEST_ERROR = 64 * 1024
 """Bytes of an error's body that are passed on in an event; real ones have a few hundred."""
 
@@ -135,7 +137,12 @@ def _phrase(status: int) -> str:
 
 def has_type(headers: Headers, kind: bytes = EVENTS) -> bool:
     """True if a response's headers say that its body is of this type, by default a stream of events."""
-    return any(name.lower() == b"content-type" and value.lower().startswith(kind) for name, value in headers)
+    return any(
+        name.lower() == b"content-type"
+        and value.lower().startswith(kind)
+        and value[len(kind) : len(kind) + 1] in _AFTER
+        for name, value in headers
+    )
 
 
 def may_be_edited(head: Message, *, errors: bool = False) -> bool:
@@ -189,10 +196,10 @@ class UsageHider:
         """See ASGI's `send`."""
         if not self._is_stream:
             return self._send(self._begun(message) if message["type"] == "http.response.start" else message)
-        body = message.get("body")
-        if body is None or self.passes(body := bytes(body)):  # Starlette lets apps send a memoryview
+        body, is_last = bytes(message.get("body", b"")), not message.get("more_body", False)  # perhaps a memoryview
+        if message["type"] != "http.response.body" or (self.passes(body) if body else not is_last):
             return self._send(message)
-        shown = self._shown(body, is_last=not message.get("more_body", False))
+        shown = self._shown(body, is_last=is_last)
         # Also without bytes: the head may wait for this message, and `engine_time` asks so whether the client reads.
         return self._send({**message, "body": shown})
 

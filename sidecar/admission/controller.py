@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -388,10 +389,11 @@ class AdmissionController:
 
     def state(self) -> Mapping[str, object]:
         """The controller's state, for people and dashboards: JSON types only."""
-        generations = self.monitor.generations()
+        generations, hours = self.monitor.generations(), self.policy.as_written.hours_at(time.time())
+        of_policy = {"generation": self.policy.generation, "engine": self.policy.engine.name}
         return {
             "version": version_document(),
-            "policy": {"generation": self.policy.generation, "engine": self.policy.engine.name},
+            "policy": {**of_policy, **({} if hours is None else {"hours": hours.document()})},
             "mode": self.policy.mode.value,
             "engine": self.engine_watch.document(),
             "draining": self.is_draining,

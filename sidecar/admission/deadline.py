@@ -55,6 +55,12 @@ def latest_deadline_us(policy: Policy, level: int, asked_us: int, arrived_us: in
     return min(asked_us, arrived_us + round(most_s * 1e6))
 
 
+def lower_deadline_us(policy: Policy, level: int, deadline_us: int, now_us: int) -> int | None:
+    """The deadline of a request that its tenant's limits moved down to a tier; None where that takes none."""
+    most_s = policy.tiers[level].queue.max_deadline_s
+    return None if most_s is None else min(deadline_us, now_us + round(most_s * 1e6))
+
+
 def seconds_until(moment: datetime) -> float:
     """The seconds from now to a moment that has a zone, by the wall clock; negative where it has passed."""
     return moment.timestamp() - time.time()

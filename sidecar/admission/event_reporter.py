@@ -266,6 +266,7 @@ def _classified(
         preemptible=not is_kept and snapshot.are_preemptible_by_rule[classification.level],
         downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
         expected=None if request.expected is None else request.expected.expectation(payload),
+        key=classification.tenant.key_name,
         is_deferred=request.deadline_us is not None,
         user=None if classification.user is None else classification.user.shown,
     )
@@ -280,4 +281,5 @@ def _refused(
         if wait is None
         else (wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead)
     )
-    return Refused(*end, *waited, None if tenant is None else tenant.name, gain, tier)
+    name, key = (None, None) if tenant is None else (tenant.name, tenant.key_name)
+    return Refused(*end, *waited, name, gain, tier, key)

@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 from starlette.types import Message, Scope
 
+from sidecar.admission.charges import ChargesByModel
 from sidecar.admission.policy_snapshot import KEY_HEADERS, PolicySnapshot
 from sidecar.admission.via import refuse_loop
 from sidecar.apis import Api
@@ -33,12 +34,12 @@ from sidecar.errors import (
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import SLO_HEADERS, Objective, asked_slo
 from sidecar.identity.classify import Asked, Classification
-from sidecar.identity.users import UNKNOWN_USER, find_user
 from sidecar.lengths.lease_size import Expected, LeaseSizes
 from sidecar.lengths.token_estimates import tokens_to_hold
 from sidecar.payload.decode import Payload, decode
 from sidecar.payload.edit import remove
 from sidecar.policy.choices import Background, Unsized
+from sidecar.policy.cost import RequestCost, TokenCost
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
@@ -89,8 +90,9 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     tier's `max_wait`, by the pool's clock, None for a request without a deadline. `objective` is its tier's, as the
     client loosens it, None where its gain is not measured. `gain` are its figures where the pool orders by gain. `path`
     is the endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool
-    of one engine. The body of one that `is_unread` passes as it comes. Its hash says whether a client sends it again:
-    `Ask.request`. `engine_model` is the model's name at the engine, where that is another.
+    of one engine. `token_cost` has the weights of its tokens, None where each counts as one; `beside` are the accounts
+    beside its tenant's own. The body of one that `is_unread` passes as it comes. Its hash says whether a client sends
+    it again: `Ask.request`. `engine_model` is the model's name at the engine, where that is another.
     """
 
     headers: Mapping[bytes, bytes]
@@ -113,6 +115,8 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     is_unread: bool = False
     engine_model: str | None = None
     deadline_us: int | None = None
+    token_cost: TokenCost | None = None
+    beside: tuple[Account, ...] = ()
 
     def __hash__(self) -> int:
         """Equal when its tenant sends the same body again, while that is kept. Hardly any request is asked."""
@@ -152,10 +156,12 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
-        accounts: tuple[Account, ...] = (Account(tenant.name, tenant.limits),) if tenant.limits.are_counted else ()
-        user, users = None, tenant.users
+        accounts: tuple[Account, ...] = (tenant.account,) if tenant.limits.are_counted else ()
+        if self.beside:
+            accounts += tuple(account for account in self.beside if account.limits.are_counted)
+        user, users, cost = None, tenant.users, self.token_cost
         if users is not None:
-            name = (self.classification.user or UNKNOWN_USER).key
+            name = "" if self.classification.user is None else self.classification.user.key
             user = name if users.fair else None
             accounts += (users.account(tenant.name, name),) if users.limits.are_counted else ()
         return Ask(
@@ -173,6 +179,7 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
             most=most,
             gain=self.gain,
             is_deferred=self.deadline_us is not None,
+            cost=None if cost is None else RequestCost(cost, self.prompt_tokens * self.payload.choices),
             user=user,
         )
 
@@ -357,10 +364,12 @@ class RequestIntake(msgspec.Struct, eq=False):
                 stripped = (*stripped, *(place.encode() for place in self._unread_keys))
         classification, objective, deadline_us = self._promised(classification)
         if tenant.users is not None:
+            from sidecar.identity.users import find_user
+
             classification = replace(classification, user=find_user(tenant, headers, payload.body))
         self.classification = classification
         added = snapshot.credentials.added
-        return SizedRequest(
+        request = SizedRequest(
             headers=headers,
             payload=payload,
             classification=classification,
@@ -379,6 +388,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             engine_model=snapshot.names.renamed.get(payload.model),
             deadline_us=deadline_us,
         )
+        return request if snapshot.charges is None else _charged(request, snapshot.charges)
 
     def _promised(self, classification: Classification) -> tuple[Classification, Objective | None, int | None]:
         """The request's objective and deadline, as far as its client may change them; what did not count is noted."""
@@ -396,6 +406,13 @@ class RequestIntake(msgspec.Struct, eq=False):
                 classification = classification.ignoring((DEADLINE_HEADER.decode(),))
             objective = None  # it waits for as long as it may: that is no miss of its tier's `slo`
         return classification, objective, deadline_us
+
+
+def _charged(request: SizedRequest, charges: ChargesByModel) -> SizedRequest:
+    """The request with its charges, by its model."""
+    model = request.payload.model
+    accounts = charges.accounts(request.classification.tenant, model)
+    return replace(request, token_cost=charges.cost(model), beside=accounts)
 
 
 async def counted(request: SizedRequest, snapshot: PolicySnapshot) -> SizedRequest:

@@ -34,7 +34,8 @@ class ModelNames:
     """The models of one policy by the names that clients may call them: `called`. `models` are in the file's order.
 
     `renamed` has the names of the engines by those of clients that no engine knows. `are_bounded`: there is a tenant
-    that may use certain models only. `are_listed_here`: clients do not get the engine's own list.
+    that may use certain models only. `are_listed_here`: clients do not get the engine's own list. They `need_tenant`:
+    what it shows depends on who asks.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -42,6 +43,7 @@ class ModelNames:
         self.called: Mapping[str, str] = policy.called_models
         self.renamed: Mapping[str | None, str] = {alias: one.model for alias, one in policy.aliases.items()}
         self.are_bounded = any(tenant.models is not None for tenant in policy.named.values())
+        self.need_tenant = self.are_bounded or bool(self.models)
         self.are_listed_here = self.are_bounded or bool(self.called)
 
     def refuse_others(self, tenant: Tenant, named: str | None, body: bytes | None) -> None:

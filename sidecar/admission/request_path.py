@@ -15,6 +15,7 @@ from urllib.parse import urlparse
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sidecar.apis import MODELS_PATH
 from sidecar.engines.base import MOST_SEGMENTS, plain_path, plain_paths
 from sidecar.policy.endpoint import Endpoint
 
@@ -62,6 +63,19 @@ def exact_paths(scope: Scope) -> tuple[str, str]:
 def readings(scope: Scope) -> tuple[str, ...]:
     """Every plain path that a path may stand for, the router's own first."""
     return tuple(dict.fromkeys(_joined(prefix, path) for prefix, path in _divided(scope)))
+
+
+def is_model_list(path: str) -> bool:
+    """True if the models are listed on this path, all or one."""
+    return path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
+
+
+def asked_model(scope: Scope) -> str | None:
+    """The model that a request asks about, empty for the list of all; None for another request."""
+    if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+        return None
+    path = next(filter(is_model_list, (*exact_paths(scope), *readings(scope))), None)
+    return None if path is None else path.removeprefix(MODELS_PATH).removeprefix("/")
 
 
 def path_for_app(scope: Scope, endpoint: Endpoint) -> str:

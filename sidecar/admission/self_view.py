@@ -15,7 +15,8 @@ from sidecar.admission.request_path import exact_paths
 from sidecar.admission.responses import REQUEST_ID, request_id, send_error
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
 from sidecar.identity.issuer_keys import with_keys
-from sidecar.policy.tenant import Limits, Tenant
+from sidecar.policy.declared import figures
+from sidecar.policy.tenant import Account, RateLimits, Tenant
 from sidecar.pools.base import TenantUse
 from sidecar.tenants.tenant_usage import BudgetView
 
@@ -33,7 +34,7 @@ class LimitView(msgspec.Struct, frozen=True):
 
 
 class LimitsView(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tenant's limits; those that it does not have are left out."""
+    """The tenant's limits; those that it does not have are left out. `models`: those at single models, beside them."""
 
     requests: LimitView | None = None
     tokens: LimitView | None = None
@@ -41,6 +42,7 @@ class LimitsView(msgspec.Struct, frozen=True, omit_defaults=True):
     max_output_tokens: int | None = None
     tokens_per_day: BudgetView | None = None
     tokens_per_month: BudgetView | None = None
+    models: dict[str, LimitsView] = {}
 
 
 class UseView(msgspec.Struct, frozen=True):
@@ -63,7 +65,10 @@ class OwnTierView(msgspec.Struct, frozen=True):
 
 
 class SelfView(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer. With several models each has tiers of its own, and in a store also its own limits by the minute."""
+    """The answer. With several models each has tiers of its own, and in a store also its own limits by the minute.
+
+    `cost` has the weights of tokens in limits and budgets, by model; none where each counts as one.
+    """
 
     tenant: str
     tier: str
@@ -74,6 +79,7 @@ class SelfView(msgspec.Struct, frozen=True, omit_defaults=True):
     tiers: list[OwnTierView] = []
     models: dict[str, list[OwnTierView]] = {}
     limits_by_model: dict[str, LimitsView] = {}
+    cost: dict[str, dict[str, float]] = {}
 
 
 def is_self_view(scope: Scope) -> bool:
@@ -110,7 +116,7 @@ async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:
         return last[1]
     body = msgspec.json.encode(await _view(controller, tenant))
     policy = controller.policy
-    if len(kept) > (len(policy.tenants) + len(policy.keyless) + 1) * len(policy.tiers):  # of tenants that are gone
+    if len(kept) > (len(policy.named) + 1) * len(policy.tiers):  # of tenants that are gone
         kept.clear()
     kept[whose] = now_us, body
     return body
@@ -125,6 +131,7 @@ async def _view(controller: AdmissionController, tenant: Tenant) -> SelfView:
         weight=tenant.weight,
         limits=await _limits(controller, tenant),
         here=_here(controller, tenant),
+        cost={model: figures(cost) for model, cost in controller.policy.costs.items()},
     )
     if controller.controllers:
         found = {name: _tiers(one, tenant) for name, one in _pools(controller, tenant).items()}
@@ -133,15 +140,34 @@ async def _view(controller: AdmissionController, tenant: Tenant) -> SelfView:
 
 
 async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView:
-    limits = tenant.limits
-    left = None if controller.counts_apart else await _left(controller, tenant)
-    budgets = {} if controller.usage is None else controller.usage.budgets(tenant)
+    at_models = {model: tenant.account_at(model) for model in tenant.limits.models}
+    return msgspec.structs.replace(
+        await _of_account(controller, None if controller.counts_apart else controller, tenant.account),
+        max_output_tokens=tenant.limits.max_output_tokens,
+        models={
+            model: await _of_account(controller, _counting_for(controller, model), account)
+            for model, account in at_models.items()
+            if account is not None
+        },
+    )
+
+
+def _counting_for(controller: AdmissionController, model: str) -> AdmissionController | None:
+    """The controller whose pool counts a tenant's requests to a model; None where there is no such model."""
+    return controller.controllers.get(model) if controller.counts_apart else controller
+
+
+async def _of_account(
+    controller: AdmissionController, counting: AdmissionController | None, account: Account
+) -> LimitsView:
+    """The limits of an account. `counting` has the pool that counts those by the minute, None where several do."""
+    left = None if counting is None else await _left(counting, account)
+    budgets = {} if controller.usage is None else controller.usage.budgets(account)
     return LimitsView(
-        *_by_minute(limits, left),
-        limits.concurrent_requests,
-        limits.max_output_tokens,
-        _budget(budgets.get("day")),
-        _budget(budgets.get("month")),
+        *_by_minute(account.limits, left),
+        concurrent_requests=account.limits.concurrent_requests,
+        tokens_per_day=_budget(budgets.get("day")),
+        tokens_per_month=_budget(budgets.get("month")),
     )
 
 
@@ -150,7 +176,7 @@ async def _limits_by_model(controller: AdmissionController, tenant: Tenant) -> d
     if not controller.counts_apart or limits.requests_per_minute is limits.tokens_per_minute is None:
         return {}
     models = _pools(controller, tenant).items()
-    return {name: LimitsView(*_by_minute(limits, await _left(one, tenant))) for name, one in models}
+    return {name: LimitsView(*_by_minute(limits, await _left(one, tenant.account))) for name, one in models}
 
 
 def _pools(controller: AdmissionController, tenant: Tenant) -> dict[str, AdmissionController]:
@@ -161,7 +187,7 @@ def _pools(controller: AdmissionController, tenant: Tenant) -> dict[str, Admissi
     return {name: controller.controllers[model] for model, name in found.items()}
 
 
-def _by_minute(limits: Limits, left: RemainingLimits | None) -> tuple[LimitView | None, LimitView | None]:
+def _by_minute(limits: RateLimits, left: RemainingLimits | None) -> tuple[LimitView | None, LimitView | None]:
     """The limits of requests and of tokens, with what is left of them; None: not known."""
     return (
         _limit(limits.requests_per_minute, None if left is None else left.requests),
@@ -169,9 +195,8 @@ def _by_minute(limits: Limits, left: RemainingLimits | None) -> tuple[LimitView 
     )
 
 
-async def _left(controller: AdmissionController, tenant: Tenant) -> RemainingLimits | None:
-    limits = tenant.limits
-    return await controller.pool.allowance(tenant.name, limits) if limits.are_counted else None
+async def _left(controller: AdmissionController, account: Account) -> RemainingLimits | None:
+    return await controller.pool.allowance(account.name, account.limits) if account.limits.are_counted else None
 
 
 def _budget(view: BudgetView | None) -> BudgetView | None:

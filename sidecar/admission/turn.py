@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from sidecar.admission.client import ClientComments
 from sidecar.admission.engine_route import EngineHealth, no_engine
@@ -86,6 +87,11 @@ class TurnEnded(Exception):
         self.wait = wait
         self.refusal = refusal
         self.most_s = most_s
+
+    @property
+    def code(self) -> str:
+        """The code of its refusal, where the time of the wait is over."""
+        return DeadlinePassed.code if self.cause is EndCause.DEADLINE else QueueTimeout.code
 
 
 class TurnUser:
@@ -187,13 +193,13 @@ class Turn(msgspec.Struct, eq=False):
         `request` has the level from then on that is charged, or whose queue is full. Raises what `Pool.enter`
         raises, TenantLimit where a budget is used up, and DeadlinePassed. Nothing is left in the pool then.
         """
-        ask, lease, tenant, deadline_us = self._ask, None, self.request.classification.tenant, self.request.deadline_us
-        level = ask.tier
+        ask, lease, tenant, beside = self._ask, None, self.request.classification.tenant, self.request.beside
+        level, deadline_us = ask.tier, self.request.deadline_us
         try:
             if deadline_us is not None and deadline_us <= self._pool.now_us():
                 raise DeadlinePassed("the deadline had passed when the request came; send it with a later one")
-            if self.budgets is not None and tenant.limits.have_budgets:
-                ask = self.budgets.within(ask, tenant, self._pool)
+            if self.budgets is not None and (beside or tenant.limits.budgets):
+                ask = self.budgets.within(ask, tenant, self._pool, beside)
                 level = ask.tier
             self._lease = lease = await self._pool.enter(ask)
             level = lease.ask.tier
@@ -204,9 +210,18 @@ class Turn(msgspec.Struct, eq=False):
             raise
         finally:
             if level != self.request.classification.level:
-                self.request = self.request.charged(level)
+                self._move_down(level)
             self._user.entered(lease)
         return lease
+
+    def _move_down(self, level: int) -> None:
+        """The request is charged in another tier than it asked for, and waits for as long as that lets it."""
+        self.request = request = self.request.charged(level)
+        if request.deadline_us is not None:
+            from sidecar.admission.deadline import lower_deadline_us
+
+            until_us = lower_deadline_us(self._policy, level, request.deadline_us, self._pool.now_us())
+            self.request = replace(request, deadline_us=until_us)
 
     def settle(self, used_tokens: int | None = None, is_counted: bool = True) -> None:
         """Gives the lease back, if it is held: see `Lease.settle`."""
@@ -317,7 +332,7 @@ class Turn(msgspec.Struct, eq=False):
         if comments is not None:
             await comments.admitted(grant.queue_wait_us / 1e6)
         if self.budgets is not None and not self.preemptions and not self.hand_backs:
-            over = self.budgets.used_up(self.request.classification.tenant)
+            over = self.budgets.used_up(self.request.classification.tenant, self.request.beside)
             if over is not None:
                 raise TurnEnded(EndCause.BUDGET, await self._how_it_went(), over)
         return grant
@@ -387,7 +402,8 @@ def _end_of_wait(watch: EngineHealth, pool: Pool, tier: Tier, end: TurnEnded) ->
     if end.cause is EndCause.GIVEN_UP:
         return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
     if end.cause is EndCause.DEADLINE:
-        return DeadlinePassed(f"no room came free for tier {tier.name} before the deadline of the request")
+        why = f"no room came free for tier {tier.name}" if watch.is_usable else "no engine answered"
+        return DeadlinePassed(f"{why} before the deadline of the request")
     if not watch.is_usable:
         return no_engine(watch)
     assert end.most_s is not None

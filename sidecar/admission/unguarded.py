@@ -26,7 +26,7 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.forwarding import call_app, forwarded_headers
 from sidecar.admission.intake import refuse_two_keys
 from sidecar.admission.policy_snapshot import PolicySnapshot
-from sidecar.admission.request_path import exact_paths, find_endpoint, readings, route_path
+from sidecar.admission.request_path import asked_model, exact_paths, find_endpoint, readings, route_path
 from sidecar.admission.responses import request_id, send_error, speaks_anthropic
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
 from sidecar.engines import NoPriorityEngine
@@ -233,11 +233,10 @@ async def checked_with_keys(controller: AdmissionController, scope: Scope) -> tu
 
 
 def _checked(controller: AdmissionController, scope: Scope) -> tuple[Scope, Tenant | None]:
-    """The scope for the app, and the tenant where a key is needed.
-
-    Raises NotGuarded, UpgradeRequired, or InvalidApiKey where there is none.
-    """
+    """The scope for the app, and who asks if that counts. Raises NotGuarded, UpgradeRequired or InvalidApiKey."""
     snapshot = controller.snapshot
+    if snapshot.names.need_tenant and asked_model(scope) is not None and not is_public(snapshot.policy, scope):
+        return with_engine_key(controller, scope)
     is_websocket = scope["type"] == "websocket" or _offers_websocket(snapshot, scope)
     method: str = WEBSOCKET if is_websocket else scope["method"]
     treated = treatment(controller.unguarded_mode(scope), snapshot, method, scope)

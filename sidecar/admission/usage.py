@@ -250,16 +250,12 @@ class UsageReader(msgspec.Struct, eq=False):
         if seen_input is None and seen_output is None:
             seen_input = usage.total_tokens  # all that some engines say of embeddings
         if seen_input is not None and seen_input >= (self.input_tokens or 0):
-            self.input_tokens = seen_input
+            self.input_tokens, self.cached_tokens = seen_input, _cached(usage)
         if seen_output is not None:
             if self.output_tokens is None or seen_output > self.output_tokens:
                 self.output_tokens = seen_output
             if self.chunks:
                 self._counted_at = self.chunks - later
-        details = usage.prompt_tokens_details or usage.input_tokens_details
-        cached = usage.cache_read_input_tokens if details is None else details.cached_tokens
-        if cached is not None:
-            self.cached_tokens = cached
 
     @property
     def later_chunks(self) -> int:
@@ -350,6 +346,12 @@ def _read_apart(raw: bytes) -> _Usage:
 
 def _possible(count: int | None) -> int | None:
     return count if count is not None and 0 <= count <= _MOST_TOKENS else None
+
+
+def _cached(usage: _Usage) -> int | None:
+    """The part of its prompt that the cache had. What another usage says of it is of another prompt."""
+    details = usage.prompt_tokens_details or usage.input_tokens_details
+    return usage.cache_read_input_tokens if details is None else details.cached_tokens
 
 
 def _named_prompt(usage: _Usage) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -27,7 +28,7 @@ from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.store import STORE_VARIABLE
-from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant import AccountLimits, Tenant
 from sidecar.policy.warnings import NOMINAL, warnings
 from sidecar.tools.text import table
 
@@ -86,7 +87,7 @@ def _without_store(loaded: Loaded) -> Iterator[Problem]:
         return
     needing = {
         "stored_tenants": policy.stored_tenants is not StoredTenants.NONE,
-        "tenants": any(tenant.limits.have_budgets for tenant in policy.named.values()),
+        "tenants": any(tenant.has_budgets for tenant in policy.named.values()),
     }
     what = {"stored_tenants": "stored_tenants", "tenants": "tokens_per_day and tokens_per_month"}
     for key, needs in needing.items():
@@ -126,6 +127,7 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "background": policy.background.value,
         "usage": policy.usage.value,
         "tenants": sorted(policy.named),
+        **({} if (hours := policy.hours_at(time.time())) is None else {"hours": hours.document()}),
         "limits": {name: as_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
         "allowed_models": {name: tenant.models for name, tenant in sorted(policy.named.items()) if tenant.models},
         "silent_alerts": silent_alerts(policy),
@@ -195,6 +197,7 @@ def summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
         *([engines] if (engines := engines_text(policy)) else []),
         "\n".join(_legend(policy)),
         _people(policy),
+        *([] if (hours := policy.hours_at(time.time())) is None else [str(hours)]),
         _paths(policy),
     ]
     if silent := silent_alerts(policy):
@@ -300,7 +303,7 @@ def _people(policy: Policy) -> str:
     lines = []
     for name, tenant in sorted(tenants.items())[:_MOST_TENANTS]:
         own, best = policy.tiers[tenant.level].name, policy.tiers[tenant.max_level].name
-        keys = sum(other is tenant for other in policy.tenants.values())
+        keys = len(tenant.keys or ())
         upto = "" if own == best else f", may ask for {best}"
         lines.append(f"  {name}: {own}{upto}; {keys} key{'s' * (keys != 1)}, weight {tenant.weight}")
         lines += [f"    models: {', '.join(tenant.models)}"] if tenant.models else []
@@ -312,6 +315,9 @@ def _people(policy: Policy) -> str:
     tokens = (
         [] if policy.jwt is None else [f"  with a token of {policy.jwt.issuer}: as its {policy.jwt.tenant_claim} says"]
     )
+    lines += [
+        f"  tokens {f'of {model} ' if model else ''}count by cost: {cost}" for model, cost in policy.costs.items()
+    ]
     named = [] if policy.gateway is None else [f"  with {policy.gateway}: as it says"]
     return "\n".join([count, *lines, *tokens, *named, f"  without a key: {without_key}"])
 
@@ -322,7 +328,18 @@ _MOST_TENANTS = 20
 
 def _limits(policy: Policy, tenant: Tenant) -> str:
     """A tenant's own limits, and what becomes of a request that exceeds them; empty where it has none."""
-    limits = tenant.limits
+    parts = _counted_limits(tenant.limits)
+    if tenant.limits.max_output_tokens is not None:
+        parts.append(f"{tenant.limits.max_output_tokens:,} tokens in one answer (a request for more gets a 400)")
+    for model, limits in tenant.limits.models.items():
+        parts.append(f"of model {model} {', '.join(_counted_limits(limits)) or 'any number'}")
+    if any(account.limits.are_counted or account.limits.budgets for account in tenant.accounts):
+        lower = tenant.downgrade_level
+        parts.append("over them 429" if lower is None else f"over them tier {policy.tiers[lower].name}")
+    return "; ".join(parts)
+
+
+def _counted_limits(limits: AccountLimits) -> list[str]:
     per_minute = [
         f"{amount:,} {name}"
         for amount, name in ((limits.requests_per_minute, "requests"), (limits.tokens_per_minute, "tokens"))
@@ -337,12 +354,7 @@ def _limits(policy: Policy, tenant: Tenant) -> str:
             parts.append(f"{tokens:,} tokens a {period}")
     if limits.concurrent_requests is not None:
         parts.append(f"{limits.concurrent_requests:,} requests waiting or running")
-    if limits.max_output_tokens is not None:
-        parts.append(f"{limits.max_output_tokens:,} tokens in one answer (a request for more gets a 400)")
-    if limits.are_counted or limits.have_budgets:
-        lower = tenant.downgrade_level
-        parts.append("over them 429" if lower is None else f"over them tier {policy.tiers[lower].name}")
-    return "; ".join(parts)
+    return parts
 
 
 def _paths(policy: Policy) -> str:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 from sidecar.admission.intake import RequestIntake, SizedRequest, counted, sized_for
 from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
-from sidecar.admission.request_path import find_endpoint
+from sidecar.admission.request_path import find_endpoint, is_model_list
 from sidecar.admission.turn import Turn, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
@@ -30,7 +31,6 @@ from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
-from sidecar.fleet.model_list import is_model_list
 from sidecar.identity.classify import Asked, Classification, SourceAnswer, api_key
 from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
@@ -40,12 +40,12 @@ from sidecar.lengths.token_estimates import Estimator, NoTokenizer, TokenizerCou
 from sidecar.policy.choices import CapacitySource, Learn, Mode, Unguarded
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.endpoint import Endpoint
-from sidecar.policy.keys import digest
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import digest
 from sidecar.pools import Pool
 from sidecar.pools.base import monotonic_us
 
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 where the request would be let in, 1 where it would be refused or cannot be explained."""
     try:
         loaded, _ = with_engine_list(load_files(args.policy))
+        loaded = Loaded(loaded.policy.at(now_s := time.time()), loaded.pool, loaded.tenants)
         key, origin = _key(args)
         body = None
         if args.body is not None:
@@ -80,8 +81,12 @@ def run(args: argparse.Namespace) -> int:
     found = asyncio.run(explanation.of(args.path, [*keys, *args.header], body))
     if origin == KEY_VARIABLE and "tenant" in found:
         found["tenant"]["by"] += f", from {origin}"
+    hours, lines = loaded.policy.as_written.hours_at(now_s), [_text(found)]
+    if hours is not None:
+        found["hours"] = hours.document()
+        lines += ["", str(hours)]
     is_refused = "error" in found or _is_refused_everywhere(found)
-    return show(args.json, found, lambda: [_text(found)]) or int(is_refused)
+    return show(args.json, found, lambda: lines) or int(is_refused)
 
 
 def _is_refused_everywhere(found: Found) -> bool:
@@ -201,7 +206,10 @@ class RequestExplanation:
             return f"the gateway's {gateway.tenant_header.decode('ascii')}"
         if key is None:
             return "no API key"
-        return "its token" if digest(key) not in self._policy.tenants else "its API key"
+        holder = self._policy.tenants.get(digest(key))
+        if holder is None:
+            return "its token"
+        return "its API key" if holder.key_name is None else f"its API key {holder.key_name}"
 
     def _tenant(self, tenant: Tenant, by: str) -> Found:
         return {
@@ -231,6 +239,7 @@ class RequestExplanation:
             "clamped_by": self._ceiling(made.tenant) if clamped else None,
             "downgraded_from": None if made.downgraded_from is None else self._names[made.downgraded_from],
             "ignored": list(made.ignored),
+            "user": None if made.user is None else made.user.shown,
         }
 
     def _ceiling(self, tenant: Tenant) -> str:
@@ -285,6 +294,8 @@ class RequestExplanation:
             "counted_by": "bytes" if self._snapshot.estimator.counter is None else "tokenizer",
             "learn": policy.learn.value,
         }
+        if request.token_cost is not None:
+            self._found["holds"]["counts"] = {"tokens": request.ask().counted_tokens, "cost": str(request.token_cost)}
         self._found["largest"] = {"tokens": bounded(tokens), "requests": bounded(requests)}
         self._found["largest_by"] = {
             "tokens": sizes.reason(level, tokens) if tokens < UNLIMITED else None,
@@ -384,6 +395,8 @@ def _which(found: Found) -> list[str]:
     if found["ignored"]:
         names = ", ".join(found["ignored"])
         lines.append(f"   ignored: {names}   (response: x-admission-ignored)")
+    if found["user"] is not None:
+        lines.append(f"   user: {found['user'] or 'none is named'}")
     return lines
 
 
@@ -413,6 +426,7 @@ def _how_much(found: Found) -> list[str]:
     lines = [
         f"   {holds['tokens']:,} tokens: {holds['prompt_tokens']:,} prompt{output}{times}",
         *([] if cap is None else [f"   the engine is told {cap:,} as its maximum: the tenant's max_output_tokens"]),
+        *_describe_cost(holds),
         f"   the prompt is counted {how}"
         if holds["unsized"] is None
         else f"   {holds['unsized']} cannot be sized: it holds the most that one request may (unsized: hold)",
@@ -440,6 +454,14 @@ def _timeouts(first_byte_s: float, between_bytes_s: float, total_s: float, *, st
     return (
         f"its answer {begins}pauses for {policy_duration(between_bytes_s)} and takes {policy_duration(total_s)} at most"
     )
+
+
+def _describe_cost(holds: Found) -> list[str]:
+    """The count in its tenant's limits, where tokens are weighted."""
+    if "counts" not in holds:
+        return []
+    tokens, cost = holds["counts"]["tokens"], holds["counts"]["cost"]
+    return [f"   in its tenant's limits it counts for {tokens:,} until its usage is known (cost: {cost})"]
 
 
 def _describe_learning(holds: Found) -> list[str]:

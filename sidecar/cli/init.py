@@ -37,9 +37,9 @@ from sidecar.engines.registry import BUILT_IN, ENGINES
 from sidecar.policy.capacity import DEFAULT_WAITING as WAITING
 from sidecar.policy.compiler import load, load_files, shipped_policies
 from sidecar.policy.fields import TenantName
-from sidecar.policy.keys import new_key
 from sidecar.policy.problems import PolicyError, printable
 from sidecar.policy.secrets import ENGINE_KEY_VARIABLE
+from sidecar.policy.tenant_keys import new_key
 from sidecar.policy.warnings import warnings
 from sidecar.templates import render
 from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recommend

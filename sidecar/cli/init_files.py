@@ -10,8 +10,8 @@ import yaml
 
 from sidecar.apis import infer_api
 from sidecar.engines.base import Engine
-from sidecar.policy.keys import hash_line
 from sidecar.policy.pool_file import DEFAULT_MAX_BODY, MAX_CHOICES
+from sidecar.policy.tenant_keys import hash_line
 from sidecar.policy.warnings import own_levels, takes_whole_numbers
 from sidecar.tools.doctor.recommendation import Recommendation
 

@@ -19,8 +19,8 @@ import msgspec
 from sidecar.admin.tenant_routes import Removed, Tenants
 from sidecar.cli.admin_client import add_admin, read_page
 from sidecar.cli.output import CommandFailed, require_writable, show
-from sidecar.policy.keys import hash_line, new_key
 from sidecar.policy.source import read
+from sidecar.policy.tenant_keys import hash_line, new_key
 from sidecar.policy.units import Ambiguous
 from sidecar.tenants.registry import TenantRow
 from sidecar.tools.text import table

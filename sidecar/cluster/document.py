@@ -266,6 +266,7 @@ class RefusalView(msgspec.Struct, frozen=True):
     waited_s: float
     replica: str
     preempted: int = 0
+    key: str | None = None
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

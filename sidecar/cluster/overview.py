@@ -354,6 +354,7 @@ def _refusal(record: RequestRecord, replica: str) -> RefusalView:
         waited_s=refused.queue_wait_us / 1e6,
         replica=replica,
         preempted=record.preemptions,
+        key=record.key,
     )
 
 

@@ -38,7 +38,8 @@ from sidecar.tenants.tenant_usage import TenantUsage
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
-    from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
+    from sidecar.policy.followed_hours import FollowedHours
+    from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal, UsesPolicy
     from sidecar.tenants.registry import StoredTenantsRegistry
 
 UNCOUNTED = (
@@ -73,6 +74,7 @@ class Observability:
     ) -> None:
         self.scrape = MetricsEndpoint()
         self._policy = policy
+        self._hours: FollowedHours | None = None
         self._registry: StoredTenantsRegistry | None = None
         self._watch: PolicyReloader | None = None
         self._hangup: ReloadSignal | None = None
@@ -110,15 +112,24 @@ class Observability:
     def _follow(
         self, controller: AdmissionController, files: PolicyFiles | None, records: StoredRecords | None
     ) -> None:
-        """Follows the policy's files, and the tenants in the store, where there are any."""
+        """Follows the policy's files, the tenants in the store, and the hours of both, where there are any.
+
+        A policy that is what it is at all hours, and cannot become another, has none: that of a model, whose front
+        follows them.
+        """
+        governed: UsesPolicy = controller
+        if files is not None or records is not None or self._policy.as_written is not self._policy:
+            from sidecar.policy.followed_hours import FollowedHours
+
+            governed = self._hours = FollowedHours(controller)
         if records is not None:
             from sidecar.tenants.registry import StoredTenantsRegistry
 
-            self._registry = StoredTenantsRegistry(controller, records)
+            self._registry = StoredTenantsRegistry(governed, records)
         if files is not None:
             from sidecar.policy.reload import PolicyReloader, ReloadSignal
 
-            self._watch, self._hangup = PolicyReloader(files, self._registry or controller), ReloadSignal(self.reload)
+            self._watch, self._hangup = PolicyReloader(files, self._registry or governed), ReloadSignal(self.reload)
 
     def _routes(
         self, controller: AdmissionController, journal: Journal, names: Sequence[str], *, is_shared: bool
@@ -138,6 +149,8 @@ class Observability:
 
     async def open(self) -> None:
         """Begins to look."""
+        if self._hours is not None:
+            self._hours.start()
         if self._registry is not None:
             await self._registry.start()
         if self._usage is not None:
@@ -156,6 +169,8 @@ class Observability:
             await self._watch.stop()
         if self._registry is not None:
             await self._registry.stop()
+        if self._hours is not None:
+            self._hours.stop()
         if self._usage is not None:
             await self._usage.stop()
         for end in self._ending:
@@ -164,13 +179,15 @@ class Observability:
         self._log.flush()
 
     def change_policy(self, policy: Policy) -> None:
-        """Another policy is in force: pages, metrics and marks follow it."""
-        self._dry_run.end()
+        """Another policy is in force: pages, metrics and marks follow it. Hours of one policy are one period."""
+        is_another = policy.as_written is not self._policy.as_written
+        if is_another:
+            self._dry_run.end()
         if policy.mode is not self._policy.mode:
             self._waits.begin_anew()
             self._recent.begin_anew(time.time_ns())
         self._policy = policy
-        if policy.mode is Mode.OBSERVE:
+        if policy.mode is Mode.OBSERVE and is_another:
             self._dry_run.begin(policy.generation, self._pool.now_us())
         self._spans.change(_starvation_limits_s(policy), _WRITES_USAGE[policy.usage_in_traces])
         self._long_waits.change_interval(policy.trace_waits_s)
@@ -269,7 +286,7 @@ def _engine_view(controller: AdmissionController) -> EngineStatus | None:
 
 
 def _has_budgets(policy: Policy) -> bool:
-    return any(tenant.limits.have_budgets for tenant in policy.named.values())
+    return any(tenant.has_budgets for tenant in policy.named.values())
 
 
 def _starvation_limits_s(policy: Policy) -> Mapping[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -243,7 +244,7 @@ class OnePool:
 
     def _passing_or_composed(self) -> Composed:
         """The parts of the policy. In `mode: pass`, where they cannot be had, those of a bare one."""
-        policy, files = self._policy, self._files
+        policy, files = self._policy.at(time.time()), self._files
         try:
             composed = self._compose(policy, files)
         except Exception as mistake:

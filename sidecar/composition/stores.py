@@ -69,7 +69,7 @@ def new_usage(policy: Policy, environment: Mapping[str, str]) -> UsageRecords | 
 
 def refuse_uncounted_budgets(policy: Policy, environment: Mapping[str, str]) -> None:
     """Raises ValueError for budgets of tenants in a policy whose use is not counted."""
-    budgets = sorted(tenant.name for tenant in policy.named.values() if tenant.limits.have_budgets)
+    budgets = sorted(tenant.name for tenant in policy.named.values() if tenant.has_budgets)
     has_store = find_store(policy, environment) is not None
     if budgets and not (has_store and policy.usage_days):
         missing = "usage_days is 0: write 1 or more" if has_store else "there is none: write its address as `store`"

@@ -242,5 +242,11 @@ def _turned_away(record: RequestRecord) -> RefusalDetails | None:
     if refused is None:
         return None
     return RefusalDetails(
-        record.wall_s(refused.at_us), refused.status, refused.code, refused.message, record.tenant, record.tier
+        record.wall_s(refused.at_us),
+        refused.status,
+        refused.code,
+        refused.message,
+        record.tenant,
+        record.tier,
+        record.key,
     )

@@ -12,7 +12,7 @@ from sidecar.telemetry.ahead import AheadGroup, UnknownAhead
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
-    """The tenant and the request: the granted tier, its source, and the tokens that the request holds."""
+    """The tenant, its key's name, and the request: the granted tier, its source, and the tokens that it holds."""
 
     tenant: str
     tier: str
@@ -25,6 +25,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
     requests: int
     max_output_tokens: int | None
     downgraded_from: str | None = None
+    key: str | None = None
     risen_from: str | None = None
     user: str | None = None
 
@@ -161,6 +162,7 @@ class RefusalDetails(msgspec.Struct, frozen=True):
     message: str
     tenant: str | None = None
     tier: str | None = None
+    key: str | None = None
 
 
 class DryRunDetails(msgspec.Struct, frozen=True):

@@ -74,7 +74,7 @@ def _who(story: Explanation) -> Iterator[Step]:
     )
     risen = f"; it rose from {asked.risen_from}, as its deadline came near" if asked.risen_from else ""
     user = "" if asked.user is None else f", user {asked.user}" if asked.user else ", no user named"
-    yield Step("asked by", f"tenant {asked.tenant}{user}")
+    yield Step("asked by", f"tenant {asked.tenant}{_with_key(asked.key)}{user}")
     yield Step("tier", f"{asked.tier}, by {_SOURCES.get(asked.source, asked.source)}{clamped}{lowered}{risen}")
     model = "" if asked.model is None else f" of {asked.model}"
     kind = f"{asked.api}{model}, {'streamed' if asked.stream else 'not streamed'}"
@@ -92,7 +92,11 @@ def _asker_before_tier(story: Explanation) -> str:
     tenant, tier = story.refused.tenant, story.refused.tier
     if tenant is None:
         return "not known: it ended before its key was known"
-    return f"tenant {tenant}, tier {tier}; it ended before it entered the pool"
+    return f"tenant {tenant}{_with_key(story.refused.key)}, tier {tier}; it ended before it entered the pool"
+
+
+def _with_key(name: str | None) -> str:
+    return "" if name is None else f" with key {name}"
 
 
 _SOURCES = {

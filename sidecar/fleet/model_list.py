@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
-from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -24,12 +23,10 @@ from sidecar.admission.forwarding import call_app, forwarded_headers
 from sidecar.admission.handover import with_write
 from sidecar.admission.intake import NOT_PACKED
 from sidecar.admission.model_names import ModelNames
-from sidecar.admission.request_path import exact_paths, readings
+from sidecar.admission.request_path import asked_model
 from sidecar.admission.responses import REQUEST_ID, request_id, send_error
-from sidecar.admission.unguarded import checked_with_keys, is_public, with_engine_key
+from sidecar.admission.unguarded import checked_with_keys
 from sidecar.errors import AdmissionError, EngineUnreachable
-from sidecar.identity.issuer_keys import with_keys
-from sidecar.policy.fleet_warnings import MODELS_PATH as PATH
 from sidecar.policy.tenant import Tenant
 
 _ANTHROPIC = b"anthropic-version"
@@ -54,19 +51,6 @@ class ListedModel(msgspec.Struct, frozen=True):
     owned_by: str = "admission-sidecar"
 
 
-def is_model_list(path: str) -> bool:
-    """True if the models are listed on this path, all or one."""
-    return path == PATH or path.startswith(f"{PATH}/")
-
-
-def asked_model(scope: Scope) -> str | None:
-    """The model that a request asks about, empty for the list of all; None for another request."""
-    if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
-        return None
-    path = next(filter(is_model_list, (*exact_paths(scope), *readings(scope))), None)
-    return None if path is None else path.removeprefix(PATH).removeprefix("/")
-
-
 def serve_list(
     controller: AdmissionController, serve: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> Awaitable[None]:
@@ -84,7 +68,7 @@ async def send_models(controller: AdmissionController, asked: str, scope: Scope,
     headers, names = dict(scope["headers"]), controller.snapshot.names
     named = request_id(headers)
     try:
-        passed, tenant = await _asking(controller, scope)
+        passed, tenant = (scope, None) if controller.passes_all else await checked_with_keys(controller, scope)
         if controller.controllers:
             listed = [ListedModel(name, model, name) for name, model in names.called.items()]
             found: Mapping[str, Any] | None = {"data": msgspec.to_builtins(listed)}
@@ -113,15 +97,6 @@ async def send_models(controller: AdmissionController, asked: str, scope: Scope,
     ]
     await send({"type": "http.response.start", "status": 200, "headers": answered})
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
-
-
-async def _asking(controller: AdmissionController, scope: Scope) -> tuple[Scope, Tenant | None]:
-    """The scope for an engine, and the tenant that asks. Raises what is raised for another page that needs a key."""
-    if controller.passes_all or is_public(controller.policy, scope):
-        return scope, None
-    if controller.controllers or controller.snapshot.names.are_bounded:
-        return await with_keys(partial(with_engine_key, controller, scope))
-    return await checked_with_keys(controller, scope)
 
 
 def _list(found: Mapping[str, Any], entries: Sequence[_Entry]) -> Mapping[str, Any]:

@@ -13,12 +13,13 @@ from sidecar.admission.intake import is_upload
 from sidecar.admission.model_bodies import read_for_model
 from sidecar.admission.request_path import exact_paths, guarded_endpoint
 from sidecar.admission.unguarded import is_refused
-from sidecar.fleet.models import ModelsController
 from sidecar.middleware import ReadModel, serve_scope
 from sidecar.policy.endpoint import Endpoint
 
 
-async def serve_models(front: ModelsController, lifespan: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def serve_models(
+    front: AdmissionController, lifespan: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
     """Serves one ASGI scope, as `middleware.serve_scope` does."""
     endpoint, received_us = guarded_endpoint(front.snapshot.endpoints, scope), front.pool.now_us()
     controller: AdmissionController = front
@@ -28,7 +29,7 @@ async def serve_models(front: ModelsController, lifespan: ASGIApp, scope: Scope,
     await serve_scope(front, lifespan, scope, receive, send, model=ReadModel(controller, received_us))
 
 
-def _is_harmless(front: ModelsController, scope: Scope) -> bool:
+def _is_harmless(front: AdmissionController, scope: Scope) -> bool:
     """True if a request may ask an engine something that generates nothing, such as `/tokenize`."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return False
@@ -36,7 +37,7 @@ def _is_harmless(front: ModelsController, scope: Scope) -> bool:
 
 
 async def _by_model(
-    front: ModelsController, scope: Scope, receive: Receive, endpoint: Endpoint | None = None
+    front: AdmissionController, scope: Scope, receive: Receive, endpoint: Endpoint | None = None
 ) -> tuple[AdmissionController, Receive]:
     """The controller of the model that a request's body names, else the front, with any engine; and the body again.
 

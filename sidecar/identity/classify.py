@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -24,19 +25,27 @@ import msgspec
 
 from sidecar.engines.base import Carrier, Engine
 from sidecar.engines.registry import client_members
-from sidecar.errors import AdmissionError, InvalidApiKey, InvalidToken, TenantsUnavailable, UnknownTenant, UnknownTier
+from sidecar.errors import (
+    AdmissionError,
+    ExpiredApiKey,
+    InvalidApiKey,
+    InvalidToken,
+    TenantsUnavailable,
+    UnknownTenant,
+    UnknownTier,
+)
 from sidecar.events import Headers
 from sidecar.identity.tokens import TokenVerifier, is_token
-from sidecar.identity.users import RequestUser
 from sidecar.payload.decode import Payload
 from sidecar.policy.choices import StoredTenants, TierSource
 from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.model import Policy
-from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant import KeyHolder, Tenant
 
 if TYPE_CHECKING:
     from sidecar.identity.service_tiers import ServiceTiers
+    from sidecar.identity.users import RequestUser
 
 API_KEY_HEADERS = (b"x-api-key", b"api-key")
 """Headers that hold a key and nothing else: Anthropic's clients send the first, Azure's the second."""
@@ -118,7 +127,7 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
     tenant's limits, where the request is over them, `risen_from` the level that a request with a deadline had before it
     rose. `ignored` lists the client's priority fields and headers that did not count, as a client writes them, and
-    where a key is that was not read. `user` is None where the tenant does not tell its users apart.
+    where a key is that was not read. `user` is None where the tenant has no `users`.
     """
 
     tenant: Tenant
@@ -149,13 +158,21 @@ class Classification(msgspec.Struct, frozen=True, gc=False):
 class Classifier:
     """Classifies requests by one policy. Shared by all requests. `tokens` is None where no tokens are accepted.
 
-    `service_tiers` are there where the policy reads the body's `service_tier`.
+    `clock` is the wall clock, in seconds. `service_tiers` are there where the policy reads the body's `service_tier`.
     """
 
-    def __init__(self, policy: Policy, dialect: Engine, tokens: TokenVerifier | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        dialect: Engine,
+        tokens: TokenVerifier | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._tokens = tokens
+        self._clock = clock
         self._gateway = policy.gateway
         self._by_asked_tier: dict[tuple[str, str], Tenant] = {}
+        self._of_keys = policy.tenants
         self._of_authorization: dict[bytes | None, Tenant] = {}
         self._logged: set[tuple[str, str]] = set()
         self._policy = policy
@@ -190,6 +207,8 @@ class Classifier:
         """
         try:
             return self._find_tenant(headers, scope, pairs)
+        except ExpiredApiKey:
+            raise
         except InvalidApiKey as refusal:
             places = self.unread(headers, scope.get("query_string", b""))
             if type(refusal) is not InvalidApiKey or not places:
@@ -216,21 +235,31 @@ class Classifier:
             if self._policy.anonymous is None:
                 raise InvalidApiKey(self._without_key(headers))
             return self._policy.anonymous
-        tenant = self._policy.tenants.get(hashlib.sha256(key).hexdigest())
+        tenant = self._of_keys.get(hashlib.sha256(key).hexdigest())
         if tenant is None:
             return self._tenant_by_token(key)
+        if type(tenant) is KeyHolder and tenant.key.expires_s is not None:  # asked anew each time, so it is not kept
+            return self._unless_expired(tenant, tenant.key.expires_s)
         if digest is not None and headers.keys().isdisjoint(API_KEY_HEADERS):  # else the key may be from there
             if len(self._of_authorization) >= MOST_KEPT:
                 self._of_authorization.clear()
             self._of_authorization[digest] = tenant
         return tenant
 
+    def _unless_expired(self, holder: KeyHolder, expires_s: int) -> Tenant:
+        if self._clock() < expires_s:
+            return holder
+        raise ExpiredApiKey(
+            f"API key {holder.key.title} of tenant {holder.name} has expired, {holder.key.last} was its end; "
+            "ask the operator for a new one"
+        )
+
     def unread(self, headers: Mapping[bytes, bytes], query: bytes) -> tuple[str, ...]:
         """Places in which a request has a tenant's key that is not read there: a header, or `?` and a parameter.
 
         The log says it once for each place and tenant. The key itself is not shown.
         """
-        found = _unread_keys(headers, query, self._policy.tenants)
+        found = _unread_keys(headers, query, self._of_keys)
         for place, tenant in found.items():
             if (place, tenant.name) not in self._logged and len(self._logged) < MOST_KEPT:
                 self._logged.add((place, tenant.name))

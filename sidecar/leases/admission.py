@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TypeVar
 
 from sidecar.admission.controller import AdmissionController
-from sidecar.fleet.models import ModelsController
 from sidecar.leases.held_lease import HeldLease, LeasePreempted
 from sidecar.leases.lease_request import LeaseRequest
 
@@ -102,7 +101,7 @@ class Admission:
     def held_lease(self, request: LeaseRequest) -> HeldLease:
         """A lease that was not acquired yet. Raises ValueError for what the policy does not have."""
         controller = self.controller
-        if isinstance(controller, ModelsController):
+        if controller.controllers:
             names = ", ".join(controller.controllers)
             if request.model is None or request.model not in controller.controllers:
                 raise ValueError(f"model: the policy has a pool for each of {names}, and none for {request.model!r}")

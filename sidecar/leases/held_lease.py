@@ -54,7 +54,8 @@ class HeldLease(TurnUser):
         self.is_preempted = False
         self._controller, self._snapshot = controller, controller.snapshot
         self._asked = asked
-        self._request = request = asked.sized(self._snapshot.policy, controller.pool.now_us())
+        now_us = controller.pool.now_us()
+        self._request = request = asked.sized(self._snapshot.policy, now_us, self._snapshot.charges)
         self._tokens = request.tokens
         self._asker = _Asker(request.classification.tenant, self.tier)
         self._reporter = EventReporter(controller.pool.now_us, self._asker)
@@ -225,7 +226,8 @@ class HeldLease(TurnUser):
         if is_lost and self._used is None:
             self._used = 0  # its tenant does not pay for what others needed
         if self._lease is not None:
-            self._lease.settle(self._used)
+            cost = self._lease.ask.cost
+            self._lease.settle(self._used if cost is None or self._used is None else cost.of(self._used))
         usage, policy = self._asked.usage(self._used), self._snapshot.policy
         learn(self._controller, self._request, policy, usage, None, is_complete=error is None, is_failure=False)
         tokens = self._request.tokens if self._used is None else self._used

@@ -19,11 +19,6 @@ STALE_SHARE = 16
 of the tokens is counted by a ratio that it did not contribute to."""
 
 
-def peak(pairs: Iterable[tuple[int, int]]) -> int:
-    """The most tokens that requests use at one time, from (used, remaining) of each. O(n log n)."""
-    return peak_tokens((used, remaining, 1) for used, remaining in pairs)
-
-
 def peak_tokens(running: Iterable[tuple[int, int, int]]) -> int:
     """Peak from (used, remaining, sequences): each of the sequences has `remaining` tokens to come."""
     used_so_far = sequences_so_far = most = 0
@@ -55,10 +50,6 @@ class Overlap:
         before = self._running.pop(lease, None)
         if before is not None:
             self._note(before, (0, 0, 1))
-
-    def totals(self) -> tuple[int, int]:
-        """The tokens that all leases use now, and those that they are expected to use at most, as a plain sum."""
-        return sum(used for used, _, _ in self._running.values()), self._sum
 
     def _note(self, before: tuple[int, int, int], now: tuple[int, int, int]) -> None:
         change = now[0] + now[1] * now[2] - before[0] - before[1] * before[2]

@@ -23,7 +23,7 @@ from sidecar.payload.decode import Payload
 BYTES_PER_TOKEN = 4.0
 LEARNING_RATE = 0.1
 """Weight of the newest observation: after about ten requests the ratio is the model's own."""
-PLAUSIBLE_BYTES_PER_TOKEN = _LEAST, _MOST = 1.0, 16.0
+_LEAST, _MOST = 1.0, 16.0
 MODELS_REMEMBERED = 16
 """For each tenant. Model names come from clients, but only answered requests count, and a tenant's least recently used
 model is forgotten."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import TypeVar
 
 from sidecar.policy.declared import Context, values
+from sidecar.policy.fields import percent
 from sidecar.policy.fleet import EngineAddress, EngineListFile, FleetPolicy, pool_prefill, pool_size
 from sidecar.policy.fleet_validate import list_mistakes
 from sidecar.policy.model import Policy
@@ -81,8 +83,20 @@ def load_files(path: str | FilePath) -> Loaded:
     if problems or pool is None:
         raise PolicyError(_in_order(problems, [document, *tenants]))
     policy = resolve(pool, bodies, _digest([document, *tenants]))
+    if mistakes := [document.problem(("tiers",), message) for message in _too_much_reserved(policy)]:
+        raise PolicyError(mistakes)
     by_name = {body.name: tenant for body, tenant in zip(bodies, tenants, strict=True)}
     return Loaded(policy, document, by_name)
+
+
+def _too_much_reserved(policy: Policy) -> Iterator[str]:
+    """A sentence for hours in which the tiers reserve more than the pool. At other times `pool_problems` says so."""
+    if all(entry.reserve is None for tier in policy.tiers for _, entry in tier.hours):
+        return
+    for hours, then in policy.in_all_hours():
+        if (promised := sum(tier.reserve for tier in then.tiers)) > 1:
+            share = percent(Fraction(promised))
+            yield f"in {hours} the reserves add up to {share} of the pool; promise 100% at most"
 
 
 _A_TENANT = "this is a tenant's file; name the policy's own file, or the folder with policy.yaml in it"
@@ -147,8 +161,7 @@ def resolve(pool: PoolFile, tenants: Sequence[Tenant], generation: str) -> Polic
     return Policy(
         **{**values(pool), **made},
         rules=_rules(pool, fleet),
-        tenants=MappingProxyType({key: tenant for tenant in tenants for key in tenant.keys or ()}),
-        keyless=tuple(tenant for tenant in tenants if not tenant.keys),
+        named=MappingProxyType({tenant.name: tenant for tenant in tenants}),
         generation=generation,
     )
 

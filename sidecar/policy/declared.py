@@ -129,7 +129,7 @@ def written_name(one: Field[Any]) -> str:
 
 
 def _without_unit(name: str) -> str:
-    return re.sub("_(s|us|bytes|percent)$", "", name)
+    return re.sub("_(s|us|bytes|percent|thousandths)$", "", name)
 
 
 def values(record: DataclassInstance) -> dict[str, Any]:
@@ -137,17 +137,26 @@ def values(record: DataclassInstance) -> dict[str, Any]:
     return {one.name: getattr(record, one.name) for one in fields(record)}
 
 
-_PARTS = {"_us": 1_000_000, "_percent": 100, "speed": 1000}
+_PARTS = {"_us": 1_000_000, "_percent": 100, "_thousandths": 1000, "speed": 1000}
 """Endings of fields that count in parts of one, with the number of the parts."""
 
 
 def figures(value: Any, name: str = "") -> Any:
-    """A record as JSON types, under the keys of its file; durations are in seconds, None is no bound."""
+    """A record as JSON types, under the keys of its file; durations are in seconds, None is no bound.
+
+    Mappings with nothing in them are left out.
+    """
     parts = next((parts for ending, parts in _PARTS.items() if name.endswith(ending)), None)
     if is_dataclass(value) and not isinstance(value, type):
-        return {written_name(one): figures(getattr(value, one.name), one.name) for one in fields(value)}
+        found = {one: getattr(value, one.name) for one in fields(value)}
+        found = {one: it for one, it in found.items() if it != {} and (one.name != "hours" or it)}
+        return {written_name(one): figures(it, one.name) for one, it in found.items()}
+    if name == "hours":
+        return {str(hours): entry.changes() for hours, entry in value}
     if isinstance(value, tuple):
         return [figures(one) for one in value]
+    if isinstance(value, dict):
+        return {name: figures(one) for name, one in value.items()}
     if value is None or value == UNLIMITED:
         return None
     if parts is not None:

@@ -15,12 +15,14 @@ from typing import Any
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.policy.capacity import Capacity
+from sidecar.policy.cost import TokenCost
 from sidecar.policy.declared import written_name
 from sidecar.policy.fleet import FleetPolicy
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.policy.store import StoreAddress
 from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import TenantKey
 from sidecar.policy.tier import Aging
 
 MOST_NAMED = 20
@@ -29,12 +31,11 @@ MOST_NAMED = 20
 _PARTS = {"speed": 1000, "weight_percent": 100}
 """Numbers that are counted in parts of one."""
 _ABOUT = frozenset(
-    (
-        *("rules", "capacity", "engines", "models", "aliases", "tiers", "timeouts", "endpoints", "tenants", "keyless"),
-        "generation",
-    )
+    ("rules", "capacity", "engines", "models", "aliases", "tiers", "timeouts", "endpoints", "named", "generation")
 )
 """Fields of a policy that are described elsewhere."""
+_WHOLE = Aging, StoreAddress, Tenant, TokenCost
+"""Mappings that are compared as one value."""
 _LEVELS = frozenset({"default_level", "level", "max_level", "downgrade_level"})
 
 
@@ -72,7 +73,7 @@ class _Telling:
         for tiers in zip(before.tiers, after.tiers, strict=False):
             yield from self._record(f"tier {tiers[0].name} ", *tiers, but={"level"})
         yield from self._compare_named("endpoint", before.endpoints, after.endpoints)
-        yield from self._tenants(_by_name(before), _by_name(after))
+        yield from self._tenants(before.named, after.named)
 
     def _capacity(self, before: Capacity | None, after: Capacity | None) -> Iterator[str]:
         if before is not None and after is not None:
@@ -93,7 +94,9 @@ class _Telling:
             if old == new or name in but:
                 continue
             key = f"{about}{written_name(field)}"
-            if _are_one_kind(old, new):
+            if isinstance(old, dict):
+                yield from self._compare_named(key, old, new)
+            elif _are_one_kind(old, new):
                 yield from self._record(f"{key} ", old, new, but={"learn"})
             else:
                 yield from _compare(key, self._value(name, old), self._value(name, new))
@@ -132,33 +135,26 @@ class _Telling:
         old, new = ({engine.name: engine for engine in fleet.static} for fleet in (before, after))
         yield from self._compare_named("engine", old, new)
 
-    def _tenants(self, before: _Tenants, after: _Tenants) -> Iterator[str]:
+    def _tenants(self, before: Mapping[str, Tenant], after: Mapping[str, Tenant]) -> Iterator[str]:
         for name in _names(before, after):
+            old, new = (frozenset(one[name].keys or ()) if name in one else frozenset() for one in (before, after))
             if name not in after:
-                yield f"tenant {name} removed ({_keys(len(before[name][1]))})"
+                yield f"tenant {name} removed ({_keys(len(old))})"
             elif name not in before:
-                yield f"tenant {name} added ({_keys(len(after[name][1]))})"
+                yield f"tenant {name} added ({_keys(len(new))})"
             else:
-                yield from self._record(f"tenant {name} ", before[name][0], after[name][0])
-                yield from _changed_keys(name, before[name][1], after[name][1])
-
-
-_Tenants = Mapping[str, tuple[Tenant, frozenset[str]]]
-
-
-def _by_name(policy: Policy) -> _Tenants:
-    digests: dict[str, set[str]] = {}
-    for digest, tenant in policy.tenants.items():
-        digests.setdefault(tenant.name, set()).add(digest)
-    return {name: (tenant, frozenset(digests.get(name, ()))) for name, tenant in policy.named.items()}
+                yield from self._record(f"tenant {name} ", before[name], after[name])
+                yield from _changed_keys(name, old, new)
 
 
 def _names(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     return list(dict.fromkeys([*before, *after]))
 
 
-def _changed_keys(tenant: str, before: frozenset[str], after: frozenset[str]) -> Iterator[str]:
-    for count, what in ((len(before - after), "removed"), (len(after - before), "added")):
+def _changed_keys(tenant: str, before: frozenset[TenantKey], after: frozenset[TenantKey]) -> Iterator[str]:
+    old, new = ({one.digest for one in keys} for keys in (before, after))
+    changed = len(after - before) - len(new - old)
+    for count, what in ((len(old - new), "removed"), (len(new - old), "added"), (changed, "changed")):
         if count:
             yield f"tenant {tenant}: {_keys(count)} {what}"
 
@@ -174,7 +170,7 @@ def _compare(about: str, before: str, after: str) -> Iterator[str]:
 
 def _are_one_kind(before: object, after: object) -> bool:
     """True if both are mappings of a file whose keys are compared one by one."""
-    if type(before) is not type(after) or not is_dataclass(before) or isinstance(before, (Aging, StoreAddress, Tenant)):
+    if type(before) is not type(after) or not is_dataclass(before) or isinstance(before, _WHOLE):
         return False
     return not isinstance(before, Capacity) or before.is_read is getattr(after, "is_read", None)
 

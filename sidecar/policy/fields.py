@@ -28,7 +28,6 @@ from sidecar.engines.base import MOST_SEGMENTS
 from sidecar.policy import units
 from sidecar.policy.choices import Learn, TierSource
 from sidecar.policy.declared import context
-from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import printable, quoted, suggestion, unknown
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
@@ -263,10 +262,6 @@ def distinct(values: tuple[V, ...]) -> tuple[V, ...]:
     return values
 
 
-def _unless_all(patterns: tuple[str, ...]) -> tuple[str, ...] | None:
-    return patterns if all(pattern.strip("*") for pattern in patterns) else None
-
-
 def _header(value: object) -> bytes:
     name = _header_name(value)
     if name.lower() in _RESERVED_HEADERS:
@@ -350,6 +345,14 @@ def engine_url(value: object) -> str:
 def _speed(value: object) -> int:
     """In thousandths."""
     return round(1000 * _decimal(value, "a speed", "0.5", (Fraction(1, 100), 100)))
+
+
+def _token_weight(value: object) -> int:
+    """In thousandths."""
+    found = 1000 * _decimal(value, "a weight of tokens", "0.1", (Fraction(0), 1000))
+    if found.denominator != 1:
+        raise ValueError(f"{quoted(str(value))} has more than three decimals; write a number such as 0.125")
+    return int(found)
 
 
 def _weight(value: object) -> int:
@@ -488,6 +491,7 @@ Bytes = Annotated[
 ]
 Speed = Annotated[int, Reads(_speed, {"type": "number", "minimum": 0.01, "maximum": 100})]
 Weight = Annotated[int, Reads(_weight, {"type": "number", "minimum": 0, "maximum": 10})]
+TokenWeight = Annotated[int, Reads(_token_weight, {"type": "number", "minimum": 0, "maximum": 1000})]
 Prefill = Annotated[
     int,
     Reads(
@@ -544,10 +548,6 @@ SourceList = Annotated[
     listed("[body, header, endpoint, key]"),
     AfterValidator(distinct),
 ]
-KeyHashes = Annotated[
-    tuple[Annotated[str, Reads(read_hash, schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$"))], ...],
-    listed('keys: ["sha256:..."] as `sidecar keys new` prints it', or_empty=True),
-]
 Thresholds = Annotated[
     dict[Level, Annotated[float, Reads(units.number, {"type": "number"})]],
     mapped("{high: 10, normal: 5, batch: 0}"),
@@ -571,5 +571,5 @@ ModelPatterns = Annotated[
     ],
     listed('[llama-70b, "qwen*"]'),
     AfterValidator(distinct),
-    AfterValidator(_unless_all),
+    AfterValidator(lambda patterns: patterns if all(pattern.strip("*") for pattern in patterns) else None),
 ]

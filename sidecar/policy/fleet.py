@@ -15,6 +15,7 @@ from pydantic import model_validator
 from sidecar.engines.pages import Health
 from sidecar.policy import fields as of
 from sidecar.policy.capacity import Capacity
+from sidecar.policy.cost import TokenCost
 from sidecar.policy.declared import ReadAs, declared, key
 from sidecar.policy.rules import UNLIMITED
 
@@ -257,6 +258,9 @@ class ModelPolicy:
         [],  # a request goes to the engine with the name that it came with
         "Other names that clients send for it, and that its engines know, such as LoRA adapters.",
         ["llama", "my-lora"],
+    )
+    cost: TokenCost | None = key(
+        None, "Weights of its tokens. Default: the pool's.", {"input": 1, "cached": 0.1, "output": 4}
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from itertools import chain
 
+from sidecar.apis import MODELS_PATH
 from sidecar.durations import policy_duration
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.fleet import Discovery, EngineAddress, FleetPolicy
@@ -18,9 +19,6 @@ SLOW_ANSWER_TOKENS_S = 20
 """Output tokens a second that one answer gets from a busy engine: a slow one, faster than people read."""
 SLOWEST_EJECTION_S = 60.0
 """An engine that hangs for longer than this before it is taken out has as many requests as it can hold."""
-
-
-MODELS_PATH = "/v1/models"
 
 
 def fleet_warnings(policy: Policy) -> Found:

@@ -6,8 +6,9 @@ Nothing here reads a file. `compiler.load` makes it of the pool's file and the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.choices import (
@@ -16,7 +17,9 @@ from sidecar.policy.choices import (
     Order,
     StoredTenants,
 )
+from sidecar.policy.cost import TokenCost
 from sidecar.policy.fleet import EngineAddress, largest_size, pool_prefill, pool_size
+from sidecar.policy.hours import ByHours, ChangesByHours, Hours, HoursNow, borders_s, covering, entry_at
 from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.policy.tenant import Tenant
@@ -25,6 +28,10 @@ MODE_VARIABLE = "SIDECAR_MODE"
 """`pass`, whatever the policy says. See docs/roll-out.md."""
 BARE = "bare"
 """The generation of a policy that has no more than passing needs: see `passing`."""
+
+
+_WEEKS_S = (1_768_176_000, 1_783_900_800)
+"""The begins of a week in January and one in July of 2026. A zone has one time in each."""
 
 
 def is_forced(environment: Mapping[str, str]) -> bool:
@@ -42,17 +49,16 @@ def is_forced(environment: Mapping[str, str]) -> bool:
 class Policy(PoolFile):
     """Everything the operator decided, as one immutable value: the keys of the pool's file, and what comes of them.
 
-    `tenants` maps the lower-case hex SHA-256 digest of an API key to its tenant; `keyless` are the tenants that have
-    none. `generation` is a short digest of the files' contents. `rules` bound only what the policy does where the
-    engine says how large the pool is: `rules_for` gives the rules of a size. With engines they are those of the sum of
-    their written capacities.
+    `named` are all tenants by their names, with API keys or without. `generation` is a short digest of the files'
+    contents. `rules` bound only what the policy does where the engine says how large the pool is: `rules_for` gives the
+    rules of a size. With engines they are those of the sum of their written capacities.
     """
 
     rules: PoolRules
-    tenants: Mapping[str, Tenant]
+    named: Mapping[str, Tenant]
     generation: str
-    keyless: tuple[Tenant, ...] = ()
-    _named: dict[str, Tenant] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _as_written: Policy | None = field(default=None, repr=False, compare=False)
+    _of_keys: dict[str, Tenant] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def is_bare(self) -> bool:
@@ -81,11 +87,15 @@ class Policy(PoolFile):
         return self.public
 
     @property
-    def named(self) -> Mapping[str, Tenant]:
-        """All tenants by their names, with API keys or without. Made once: there may be 10,000."""
-        if not self._named:
-            self._named.update({tenant.name: tenant for tenant in (*self.tenants.values(), *self.keyless)})
-        return self._named
+    def tenants(self) -> Mapping[str, Tenant]:
+        """The tenants as they ask with their API keys, by the lower-case hex SHA-256 digests of these.
+
+        Made once: there may be 10,000.
+        """
+        if not self._of_keys:
+            of_keys = ((key, tenant) for tenant in self.named.values() for key in tenant.keys or ())
+            self._of_keys.update({key.digest: tenant.with_key(key) for key, tenant in of_keys})
+        return self._of_keys
 
     def of_engines(self, engines: Sequence[EngineAddress]) -> Policy:
         """The policy as it is with these engines, such as those of an engine list: `rules` are those of their sum."""
@@ -103,7 +113,9 @@ class Policy(PoolFile):
         mine = [engine for engine in self.engines.static if names is None or engine.name in names]
         of_engines = self.of_engines(mine)
         # Its front has the tenants, and counts what they use.
-        return replace(of_engines, pool=f"{self.pool}/{name}", stored_tenants=StoredTenants.NONE, usage_days=0)
+        return replace(
+            of_engines, pool=f"{self.pool}/{name}", stored_tenants=StoredTenants.NONE, usage_days=0, _as_written=None
+        )
 
     @property
     def largest_engine(self) -> tuple[int, int]:
@@ -120,6 +132,23 @@ class Policy(PoolFile):
         return called | {alias: called.get(one.model, one.model) for alias, one in self.aliases.items()}
 
     @property
+    def has_costs(self) -> bool:
+        """True if tokens are weighted, of one model at least."""
+        costs = [self.cost, *(model.cost for model in self.models.values())]
+        return any(cost is not None and not cost.is_plain for cost in costs)
+
+    @property
+    def costs(self) -> Mapping[str, TokenCost]:
+        """The weights of tokens by model, in a pool for all `any model`; none where each token counts as one."""
+        return {model: self.cost_for(model) for model in self.models or ("any model",)} if self.has_costs else {}
+
+    def cost_for(self, model: str | None) -> TokenCost:
+        """The weights of the tokens of a model, or of others than those of the policy."""
+        of_model = self.models.get(model or "")
+        own = None if of_model is None else of_model.cost
+        return own or self.cost or TokenCost.plain()
+
+    @property
     def reads_capacity(self) -> bool:
         """True if a part of the pool's size is read from the engines, or depends on how many are found."""
         if self.engines is None:
@@ -128,9 +157,65 @@ class Policy(PoolFile):
 
     def ordered_by(self, order: Order) -> Policy:
         """Copy of the policy with another order."""
-        rules, ordered = self.rules, replace(self, order=order)
+        return replace(self, order=order)._of_size(self.rules)
+
+    def _of_size(self, rules: PoolRules) -> Policy:
+        """The policy with its rules for a pool as large as that of other rules."""
         sizes = (None if size == UNLIMITED else size for size in (rules.tokens, rules.requests, rules.prefill))
-        return replace(ordered, rules=ordered.rules_for(*sizes))
+        return replace(self, rules=self.rules_for(*sizes))
+
+    @property
+    def as_written(self) -> Policy:
+        """The policy of which this one is what counts at some time."""
+        return self._as_written or self
+
+    @property
+    def all_hours(self) -> frozenset[Hours]:
+        """All hours in which something else counts than at other times."""
+        return frozenset(hours for entries in self._by_hours().values() for hours, _ in entries)
+
+    def _by_hours(self) -> Mapping[str, ByHours[ChangesByHours]]:
+        """Changes by hours of each tier and tenant that has any."""
+        of_all: dict[str, ByHours[ChangesByHours]] = {f"tier {tier.name}": tier.hours for tier in self.tiers}
+        of_all |= {f"tenant {name}": tenant.limits.hours for name, tenant in self.named.items()}
+        return {name: entries for name, entries in of_all.items() if entries}
+
+    def hours_at(self, time_s: float) -> HoursNow | None:
+        """Changes that count at a time; None for a policy without hours."""
+        if not (all_hours := self.all_hours):
+            return None
+        found = {name: entry_at(entries, time_s) for name, entries in self._by_hours().items()}
+        now = {name: f"{one[1]} ({one[0]})" for name, one in found.items() if one is not None}
+        counting = covering(all_hours, time_s)
+        following = (at_s for at_s in borders_s(all_hours, time_s) if covering(all_hours, at_s) != counting)
+        return HoursNow(now, next(following, None))
+
+    def in_all_hours(self) -> Iterator[tuple[str, Policy]]:
+        """Combinations of tiers' hours in a week of winter and in one of summer, each with the policy as it is then."""
+        of_tiers = {hours for tier in self.tiers for hours, _ in tier.hours}
+        spans = [(*span, hours) for week_s in _WEEKS_S for hours in of_tiers for span in hours.spans(week_s)]
+        seen: set[frozenset[Hours]] = {frozenset()}
+        for at_s in sorted({border_s for begin_s, end_s, _ in spans for border_s in (begin_s, end_s)}):
+            counting = frozenset(hours for begin_s, end_s, hours in spans if begin_s <= at_s < end_s)
+            if counting not in seen:
+                seen.add(counting)
+                yield " and ".join(sorted(counting)), self.at(at_s)
+
+    def at(self, time_s: float) -> Policy:
+        """The policy with what its hours say at a time, in Unix seconds."""
+        if not self.all_hours:
+            return self
+        named = {
+            name: replace(one, limits=one.limits.at(time_s)) if one.limits.hours else one
+            for name, one in self.named.items()
+        }
+        changed = replace(
+            self,
+            tiers=tuple(tier.at(time_s) for tier in self.tiers),
+            named=MappingProxyType(named),
+            _as_written=self,
+        )
+        return changed._of_size(self.rules)
 
     @property
     def is_sized(self) -> bool:

@@ -27,6 +27,7 @@ from sidecar.policy.choices import (
     Unsized,
     UsageInTraces,
 )
+from sidecar.policy.cost import TokenCost
 from sidecar.policy.declared import ReadAs, declared, key
 from sidecar.policy.endpoint import Cors, Endpoint, EndpointBody, new_endpoints
 from sidecar.policy.fleet import FleetPolicy, ModelAlias, ModelPolicy
@@ -102,6 +103,12 @@ class PoolFile:
         None,
         "Names of models that clients send and no engine knows: each is replaced on the way, and back in the answer.",
         {"gpt-4o": {"as": "llama-70b"}},
+    )
+    cost: TokenCost | None = key(
+        None,
+        "Weights of tokens in tenants' limits, budgets and fair shares, where a model has none of its own. Default: "
+        "each counts as one.",
+        {"input": 1, "cached": 0.1, "output": 4},
     )
     aging: Aging | None = key(None, "How a waiting request rises. Default: it does not.")
     tiers: Annotated[tuple[Tier, ...], ReadAs(_Tiers, ladder)] = key(

@@ -43,7 +43,7 @@ DEEPEST = 12
 
 _TOO_DEEP = "nested too deeply; a policy is at most five levels deep"
 
-_LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser is ten times faster
+LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser is ten times faster
 _RESOLVER = Resolver()
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _FRACTION = re.compile(r"-?(0|[1-9][0-9]{0,17})\.[0-9]{1,17}")
@@ -218,7 +218,7 @@ class _Builder:
 def _events(text: str) -> Iterator[Event]:
     """YAML's events; whatever its parser objects to ends the file with a sentence."""
     try:
-        yield from yaml.parse(text, Loader=_LOADER)
+        yield from yaml.parse(text, Loader=LOADER)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else None

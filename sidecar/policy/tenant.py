@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, NamedTuple
 
@@ -10,7 +11,9 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from sidecar.policy import fields as of
 from sidecar.policy.choices import ShownUsers
-from sidecar.policy.declared import OrDefault, ReadAs, declared, key
+from sidecar.policy.declared import OrDefault, ReadAs, declared, key, values
+from sidecar.policy.hours import ByHours, ChangesByHours, HoursText, as_entries, entry_at
+from sidecar.policy.tenant_keys import TenantKey, TenantKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,16 @@ class RateLimits:
             or self.concurrent_requests is not None
         )
 
+    @property
+    def budgets(self) -> Mapping[str, int]:
+        """Tokens by `day` and `month`, in UTC."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 @declared
 class AccountLimits(RateLimits):
-    """Limits of one account. Each is unlimited if left out."""
+    """Limits of one account, such as a tenant's at one model. Each is unlimited if left out."""
 
     tokens_per_day: of.BudgetCount | None = key(
         None, "Tokens per day, prompts and answers, from midnight to midnight in UTC. It needs a store.", "20M"
@@ -48,9 +56,31 @@ class AccountLimits(RateLimits):
     tokens_per_month: of.BudgetCount | None = key(None, "Tokens per calendar month, in UTC. It needs a store.", "400M")
 
     @property
-    def have_budgets(self) -> bool:
-        """True if the tenant has a budget of tokens for a day or a month, in UTC."""
-        return self.tokens_per_day is not None or self.tokens_per_month is not None
+    def budgets(self) -> Mapping[str, int]:
+        """See `RateLimits`."""
+        found = {"day": self.tokens_per_day, "month": self.tokens_per_month}
+        return {period: tokens for period, tokens in found.items() if tokens is not None}
+
+
+_ByModel = Annotated[dict[of.ModelName, AccountLimits], of.mapped("{llama-70b: {tokens_per_minute: 50k}}")]
+
+
+def _by_model(models: dict[str, AccountLimits] | None) -> Mapping[str, AccountLimits]:
+    return models or {}
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class LimitsHours(ChangesByHours):
+    """Limits of a tenant in some hours. A key that is left out is as at other times."""
+
+    requests_per_minute: of.RateCount | None = key(None, "The `requests_per_minute` then.", 60)
+    tokens_per_minute: of.RateCount | None = key(None, "The `tokens_per_minute`.", "20k")
+    concurrent_requests: of.PositiveCount | None = key(None, "The `concurrent_requests`.", 4)
+    max_output_tokens: of.PositiveCount | None = key(None, "The `max_output_tokens`.", 1024)
+
+
+_HOURS = of.mapped('{"mon-fri 08:00-18:00 Europe/Berlin": {requests_per_minute: 60}}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +89,23 @@ class Limits(AccountLimits):
     """A tenant's own limits. Each is unlimited if left out."""
 
     max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 8192)
+    models: Annotated[Mapping[str, AccountLimits], ReadAs(_ByModel | None, _by_model)] = key(
+        None,
+        "Limits of its requests to single models of the pool's file, which count in these, too.",
+        {"llama-70b": {"tokens_per_minute": "50k"}},
+    )
+    hours: Annotated[
+        ByHours[LimitsHours], ReadAs(Annotated[dict[HoursText, LimitsHours], _HOURS] | None, as_entries)
+    ] = key(
+        None,
+        "Other limits by days and hours, as those of a tier. The first that covers the time counts.",
+        {"mon-fri 08:00-18:00 Europe/Berlin": {"requests_per_minute": 60}},
+    )
+
+    def at(self, time_s: float) -> Limits:
+        """The limits that count at a time, in Unix seconds."""
+        found = entry_at(self.hours, time_s)
+        return self if found is None else replace(self, **found[1].changes())
 
 
 NO_LIMITS = Limits()
@@ -132,10 +179,10 @@ class Tenant:
     """One tenant: who it is, and what it may ask for."""
 
     name: of.TenantName = key(..., "The tenant's name, unique in the pool.", "acme", name="tenant")
-    keys: of.KeyHashes | None = key(
+    keys: TenantKeys | None = key(
         None,
-        "Hashes of its API keys, from `sidecar keys new`. May be left out where the pool's file has "
-        "`jwt` or `gateway`; `[]` where the app names the tenant.",
+        "Hashes of its API keys, from `sidecar keys new`, or mappings with more about each. May be left out where the "
+        "pool's file has `jwt` or `gateway`; `[]` where the app names the tenant.",
         ["sha256:..."],
         compare=False,
     )
@@ -157,7 +204,27 @@ class Tenant:
     downgrade_level: of.OverLimit | None = key(
         None, "Over a limit: `reject` (the default), or {downgrade: TIER}.", name="over_limit"
     )
-    users: Users | None = key(None, "Its end users, if they are told apart.")
+    users: Users | None = key(None, "Its end users: turns and limits of their own. Default: none.")
+
+    @property
+    def account(self) -> Account:
+        """The account of all that it sends."""
+        return Account(self.name, self.limits)
+
+    def account_at(self, model: str) -> Account | None:
+        """The account of what it sends to a model; None where that has no limits of its own."""
+        limits = self.limits.models.get(model)
+        return None if limits is None else Account(f"{self.name} model {model}", limits)
+
+    @property
+    def accounts(self) -> Sequence[Account]:
+        """All that the policy names: its own, and those of models."""
+        return [self.account, *(it for model in self.limits.models if (it := self.account_at(model)) is not None)]
+
+    @property
+    def has_budgets(self) -> bool:
+        """True if an account of it has a budget."""
+        return any(account.limits.budgets for account in self.accounts)
 
     def may_use(self, model: str) -> bool:
         """True if its requests may name this model. Names are compared as they are, also in their case."""
@@ -171,7 +238,14 @@ class Tenant:
             raise ValueError(
                 f"less important than its tier {tiers[level]}; write {tiers[level]} or a more important one"
             )
-        return level if best is None else best
+        best = level if best is None else best
+        above = [one for one in info.data.get("keys") or () if one.level is not None and one.level < best]
+        if above and "level" in info.data:
+            raise ValueError(
+                f"less important than {tiers[above[0].level]}, the tier of key {above[0].title}; "
+                f"write {tiers[above[0].level]} here, or a tier up to {tiers[best]} there"
+            )
+        return best
 
     @field_validator("downgrade_level")
     @classmethod
@@ -180,3 +254,27 @@ class Tenant:
         if lower is not None and level is not None and tiers and lower <= level:
             raise ValueError(f"not less important than its tier {tiers[level]}; write a tier below it, or reject")
         return lower
+
+    @property
+    def key_name(self) -> str | None:
+        """The name of the key with which it asks; None for a key without one, and where no key names the tenant."""
+        return None
+
+    def with_key(self, one: TenantKey) -> Tenant:
+        """The tenant as it asks with one of its keys."""
+        if one == TenantKey(one.digest):
+            return self
+        level = self.level if one.level is None else one.level
+        return KeyHolder(**{**values(self), "level": level}, key=one)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyHolder(Tenant):
+    """A tenant as it asks with a key that has more than its hash: a name, an end, or a tier, which is the `level`."""
+
+    key: TenantKey
+
+    @property
+    def key_name(self) -> str | None:
+        """See `Tenant`."""
+        return self.key.name

@@ -9,7 +9,8 @@ from typing import Annotated
 from pydantic import ValidationInfo, field_validator
 
 from sidecar.policy import fields as of
-from sidecar.policy.declared import OrDefault, declared, key, values
+from sidecar.policy.declared import OrDefault, ReadAs, declared, key, values
+from sidecar.policy.hours import ByHours, ChangesByHours, HoursText, as_entries, entry_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,17 @@ class TierTimeouts:
         return replace(pool, **own)
 
 
+@dataclass(frozen=True, slots=True)
+@declared
+class TierHours(ChangesByHours):
+    """Shares of a tier in some hours. A key that is left out is as at other times."""
+
+    reserve: of.Share | None = key(None, "The tier's `reserve` then.", "20%")
+    lend: of.Share | None = key(None, "Its `lend`.", "50%")
+    limit: of.Share | None = key(None, "Its `limit`.", "10%")
+
+
+_HOURS = of.mapped('{"mon-fri 08:00-18:00 Europe/Berlin": {limit: 10%}}')
 _NO_PROMISES, _NO_GAIN, _NO_BOUNDS = ServiceObjectives(), Gain(), Queue()
 
 
@@ -178,6 +190,15 @@ class TierBody:
         None, "The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).", "32k"
     )
 
+    hours: Annotated[ByHours[TierHours], ReadAs(Annotated[dict[HoursText, TierHours], _HOURS] | None, as_entries)] = (
+        key(
+            None,
+            "Other shares by days and hours, such as `mon-fri 08:00-18:00 Europe/Berlin`, `sat,sun UTC` or "
+            "`22:00-06:00 UTC`. The first that covers the time counts.",
+            {"mon-fri 08:00-18:00 Europe/Berlin": {"limit": "10%"}},
+        )
+    )
+
     @field_validator("gain")
     @classmethod
     def _gain_has_deadlines(cls, gain: Gain, info: ValidationInfo) -> Gain:
@@ -191,19 +212,35 @@ class TierBody:
     @field_validator("limit")
     @classmethod
     def _limit_covers_reserve(cls, limit: Fraction, info: ValidationInfo) -> Fraction:
-        reserve = info.data.get("reserve")
-        if limit == 0:
-            raise ValueError('"0%" admits nothing, ever; write a larger share, or remove the tier')
-        if reserve is not None and limit < reserve:
-            raise ValueError(f'below the reserve of {of.percent(reserve)}; write "{of.percent(reserve)}" or more')
+        _check_limit(limit, info.data.get("reserve"))
         return limit
 
     @field_validator("always_first")
     @classmethod
     def _always_first_is_limited(cls, always_first: bool, info: ValidationInfo) -> bool:
-        if always_first and info.data.get("limit") == 1:
-            raise ValueError('would let this tier take the whole pool; write a limit below 100%, such as limit: "50%"')
+        _check_limit(info.data.get("limit"), always_first=always_first)
         return always_first
+
+    @field_validator("hours")
+    @classmethod
+    def _hours_are_possible(cls, hours: ByHours[TierHours], info: ValidationInfo) -> ByHours[TierHours]:
+        for text, entry in hours:
+            then = {**info.data, **entry.changes()}
+            try:
+                _check_limit(then.get("limit"), then.get("reserve"), always_first=then.get("always_first", False))
+            except ValueError as mistake:
+                raise ValueError(f"{text}: limit: {mistake}") from None
+        return hours
+
+
+def _check_limit(limit: Fraction | None, reserve: Fraction | None = None, *, always_first: bool = False) -> None:
+    """Raises ValueError for a limit that a tier cannot have; None is one that cannot be read."""
+    if limit == 0:
+        raise ValueError('"0%" admits nothing, ever; write a larger share, or remove the tier')
+    if limit is not None and reserve is not None and limit < reserve:
+        raise ValueError(f'below the reserve of {of.percent(reserve)}; write "{of.percent(reserve)}" or more')
+    if limit == 1 and always_first:
+        raise ValueError('would let this tier take the whole pool; write a limit below 100%, such as limit: "50%"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +253,11 @@ class Tier(TierBody):
     name: str = ""
     level: int = 0
     timeouts: Timeouts = Timeouts()
+
+    def at(self, time_s: float) -> Tier:
+        """The tier with the shares that count at a time, in Unix seconds."""
+        found = entry_at(self.hours, time_s)
+        return self if found is None else replace(self, **found[1].changes())
 
     @property
     def hold(self) -> Fraction:

@@ -19,11 +19,11 @@ from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, Api, infer_api
 from sidecar.policy import fields as of
 from sidecar.policy.declared import Context, written_name
 from sidecar.policy.fleet_validate import alias_mistakes, capacity_mistakes, fleet_mistakes
-from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import Found, Path, Problem, quoted, suggestion
 from sidecar.policy.schema import keys_at
 from sidecar.policy.source import Document
 from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import read_hash
 from sidecar.policy.units import Ambiguous, count, share
 
 N = TypeVar("N", int, Fraction)
@@ -158,7 +158,7 @@ def _repeated_keys(document: Document, seen: dict[str, Problem]) -> Iterator[Pro
     listed = (document.data or {}).get("keys")
     for place, entry in enumerate(listed if isinstance(listed, list) else []):
         try:
-            digest = read_hash(entry)
+            digest = read_hash(entry.get("hash") if isinstance(entry, dict) else entry)
         except ValueError:
             continue
         here = document.problem(("keys", place), "")

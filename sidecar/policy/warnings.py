@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from operator import itemgetter
@@ -14,9 +15,10 @@ from sidecar.policy import fields as of
 from sidecar.policy.choices import Learn, Order, StoreLoss, TierSource, Unguarded, Unsized
 from sidecar.policy.fleet_warnings import fleet_warnings, model_warnings
 from sidecar.policy.model import Policy
-from sidecar.policy.problems import FilePlace, Found, Path, Problem, dotted
+from sidecar.policy.problems import FilePlace, Found, Path, Problem, dotted, suggestion
 from sidecar.policy.rules import MOST_EXCESS, UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
-from sidecar.policy.tenant import Limits
+from sidecar.policy.tenant import AccountLimits, Limits, Tenant
+from sidecar.policy.tenant_keys import TenantKey
 from sidecar.policy.tier import Tier, Timeouts
 
 MOSTLY_RESERVED = Fraction(80, 100)
@@ -35,9 +37,20 @@ NOMINAL = 10_000
 """The requests of a pool whose size only the engine knows: its shares are judged, no amount is shown."""
 
 
+SOON_S = 14 * 24 * 3600
+"""Keys that end within so long have a warning: time for their holders to change them."""
+_MOST_KEYS = 5
+"""Of a tenant that a warning names."""
+
+
 def warnings(policy: Policy, place: Callable[[Path], FilePlace | None] = lambda _path: None) -> tuple[Problem, ...]:
     """The warnings of `sidecar check` about a valid policy. `place` knows the files' lines: `Loaded.place`."""
     found = [*_pool(policy), *_pools(policy), *_tenants(policy), *fleet_warnings(policy), *model_warnings(policy)]
+    known = {*found}
+    for hours, then in policy.in_all_hours():
+        others = [warning for warning in (*_pool(then), *_pools(then)) if warning not in known]
+        found += [(path, f"in {hours}: {message}") for path, message in others]
+        known |= {*others}
     return tuple(Problem(dotted(path), message, place(path)) for path, message in found)
 
 
@@ -434,18 +447,54 @@ def _sequences(requests: int, pool: PoolRules, *, is_sized: bool) -> str:
 
 def _tenants(policy: Policy) -> Found:
     for tenant in policy.named.values():
-        limits, path = tenant.limits, ("tenants", tenant.name)
-        if limits.tokens_per_minute is not None:
-            most = limits.tokens_per_minute * limits.burst_us // A_MINUTE_US
-            output = _assumed_output(policy.tiers[tenant.level], limits)
-            if most < output:
-                yield (
-                    (*path, "limits", "tokens_per_minute"),
-                    f"lets {most:,} tokens through at once, and a request that names no maximum counts for {output:,} "
-                    "and its prompt: each is over the limit; allow more, or a longer burst",
-                )
-        if tenant.downgrade_level is not None and not (limits.are_counted or limits.have_budgets):
+        path: Path = ("tenants", tenant.name)
+        models: Sequence[str | None] = list(policy.models) or [None]
+        yield from _too_small(policy, tenant, tenant.limits, models, (*path, "limits"))
+        for model, limits in tenant.limits.models.items():
+            at = (*path, "limits", "models", model)
+            if model in policy.models:
+                yield from _too_small(policy, tenant, limits, [model], at)
+            else:
+                near = suggestion(model, list(policy.models), "the models are") if policy.models else "it names none"
+                yield at, f"limits nothing: the pool's file has no model of this name under models; {near}"
+        yield from _ending_keys(tenant.keys or (), (*path, "keys"))
+        if tenant.downgrade_level is not None and not any(
+            account.limits.are_counted or account.limits.budgets for account in tenant.accounts
+        ):
             yield (*path, "over_limit"), "does nothing without limits by the minute or at once; add some, or remove it"
+
+
+def _too_small(
+    policy: Policy, tenant: Tenant, limits: AccountLimits, models: Sequence[str | None], path: Path
+) -> Found:
+    """A limit that each request exceeds, whichever of the models it is for."""
+    if limits.tokens_per_minute is None:
+        return
+    most = limits.tokens_per_minute * limits.burst_us // A_MINUTE_US
+    output = _assumed_output(policy.tiers[tenant.level], tenant.limits)
+    counted = min(policy.cost_for(model).of(0, 0, output) for model in models)
+    if most < counted:
+        yield (
+            (*path, "tokens_per_minute"),
+            f"lets {most:,} tokens through at once, and a request that names no maximum counts for {counted:,} "
+            "and its prompt: each is over the limit; allow more, or a longer burst",
+        )
+
+
+def _ending_keys(keys: Sequence[TenantKey], path: Path) -> Found:
+    now_s = time.time()
+    ending = [(one, one.expires_s - now_s) for one in keys if one.expires_s is not None]
+    expired = [one for one, left_s in ending if left_s <= 0]
+    soon = [one for one, left_s in ending if 0 < left_s <= SOON_S]
+    if expired:
+        yield path, f"expired: {_last_days(expired)}; such a key gets a 401; `sidecar keys revoke` removes it"
+    if soon:
+        yield path, f"about to expire: {_last_days(soon)}; `sidecar keys new` makes another"
+
+
+def _last_days(keys: Sequence[TenantKey]) -> str:
+    shown = [f"{one.title} ({one.last})" for one in keys[:_MOST_KEYS]]
+    return ", ".join(shown) + (f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else "")
 
 
 def _assumed_output(tier: Tier, limits: Limits) -> int:

@@ -11,6 +11,7 @@ import msgspec
 
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
 from sidecar.events import Placed
+from sidecar.policy.cost import RequestCost
 from sidecar.policy.tenant import Account
 from sidecar.scheduling.tickets import ScheduledLease as Held
 from sidecar.scheduling.tickets import Ticket, TicketGain
@@ -49,6 +50,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     `gain` are its figures in a pool that orders by gain; None where its tier has no objectives. One that `is_deferred`
     has a deadline, and waits for as long as it may: no figure of its tier's waits counts it. `user` is its end user
     within the tenant, None where the tenant's users take no turns.
+
+    `cost` has the weights of its tokens in limits and fair shares; None where each counts as one.
     """
 
     tier: int
@@ -66,12 +69,23 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     most: int = 0
     gain: TicketGain | None = None
     is_deferred: bool = False
+    cost: RequestCost | None = None
     user: str | None = None
 
     @property
     def charged_tokens(self) -> int:
-        """The tokens that limits count: `most`, and never less than it holds."""
+        """The most tokens that it may use: `most`, and never less than it holds."""
         return max(self.most, self.tokens)
+
+    @property
+    def counted_tokens(self) -> int:
+        """The tokens that its accounts' limits count: the most that it may use, weighted by its cost."""
+        return self.charged_tokens if self.cost is None else self.cost.of(self.charged_tokens)
+
+    @property
+    def fair_cost(self) -> int | None:
+        """Its charge in fair shares, None for what it holds."""
+        return None if self.cost is None else self.cost.in_turns(self.tokens)
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
@@ -228,11 +242,13 @@ class Lease(msgspec.Struct, eq=False):
     def settle(self, used_tokens: int | None = None, is_counted: bool = True) -> bool:
         """Gives the lease back. False, and nothing changes, where it is not held.
 
-        Its tenant's allowance is charged for `used_tokens` instead of the estimate; None: the estimate stands. With
-        `is_counted` false it is no request of the tenant's either: the engine failed it.
+        Its accounts are charged for `used_tokens`, weighted by their cost, instead of the estimate; None: the estimate
+        stands. With `is_counted` false it is no request of the tenant's either: the engine failed it.
         """
         if self.grant is None or self.is_over:
             return False
+        if used_tokens is not None and self.ask.cost is not None:
+            self._correct_charge(self.ask.cost, used_tokens)
         self.is_over = True
         if not is_counted:
             self.is_counted = False
@@ -273,8 +289,16 @@ class Lease(msgspec.Struct, eq=False):
         Other tenants of its tier go before them, as far as they wait. Nothing changes where the lease is not held.
         """
         if tokens > 0 and self.grant is not None and not self.is_over:
+            before, cost = self.paid_tokens, self.ask.cost
             self.paid_tokens += tokens
-            self._owner.charge_tenant(self, tokens)
+            more = tokens if cost is None else cost.in_turns(self.paid_tokens) - cost.in_turns(before)
+            self._owner.charge_tenant(self, more)
+
+    def _correct_charge(self, cost: RequestCost, used: int) -> None:
+        """Charges its tenant in fair shares for what was used, at the end. An engine may say any number."""
+        most = cost.most_in_turns(max(self.paid_tokens, self.ask.charged_tokens))
+        if more := min(max(1, used), most) - cost.in_turns(self.paid_tokens):
+            self._owner.charge_tenant(self, more)
 
     def keep(self) -> None:
         """The lease is not preempted from now on, until it waits again: most often the first byte is sent.

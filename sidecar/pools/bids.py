@@ -135,7 +135,7 @@ class Bids:
     def charge(self, lease: Ticket, tokens: int) -> LeaseGrowth:
         """Growth of a lease: charged to its tenant while others of the tier wait, to its user while others of that do.
 
-        Returns it for the ledger.
+        Below 0 it is what the lease did not use. Returns it for the ledger.
         """
         tier, tenant, weight, user = self._tiers[lease.tier], lease.tenant, lease.weight, lease.user
         if tier.queue or not self._lined.issuperset(tier.shown):
@@ -143,13 +143,23 @@ class Bids:
             shown = [it for bid, it in tier.shown.items() if it.tenant == tenant and self._is_tagged(bid, it)]
             if shown:
                 tier.queue.put_behind(tenant)
-                self._shift(tier, tenant, min(it.lane_place for it in shown), tokens / weight)
+                first = min(shown, key=lambda it: it.lane_place)
+                self._shift(tier, tenant, first.lane_place, tokens / weight)
+                if tokens < 0:
+                    first.start = max(tier.queue.virtual, (first.start or 0.0) + tokens / weight)
             users = None if user is None else tier.queue.users.get(tenant)
             if users is not None and (own := [it.lane_place for it in shown if it.user == user]):
                 self._shift_user(tier, tenant, user, min(own), tokens)
             elif users is not None and (shown or users.lane):
-                users.grow(user, tokens)
+                if tokens < 0:
+                    tier.queue.charge_user(tenant, user, tokens)
+                else:
+                    users.grow(user, tokens)
         return LeaseGrowth(tier.name, tenant, tokens, weight, 0, user)
+
+    def has_paid(self, ticket: Ticket) -> bool:
+        """True if the tags have its charge still: others waited when it left, and none has let them start afresh."""
+        return ticket.afresh == self._tiers[ticket.tier].afresh
 
     def has_urgent(self, now_us: int, of_level: int | None = None) -> bool:
         """True if one is to be shown at once, and not with what is sent next.
@@ -245,7 +255,7 @@ class Bids:
         found: dict[str, float] = {}
         for bid, ticket in tier.shown.items():
             if self._is_tagged(bid, ticket):
-                found[ticket.tenant] = found.get(ticket.tenant, 0.0) + ticket.tokens / ticket.weight
+                found[ticket.tenant] = found.get(ticket.tenant, 0.0) + ticket.charged / ticket.weight
         return found
 
     def _is_tagged(self, bid: int, ticket: Ticket) -> bool:
@@ -261,29 +271,24 @@ class Bids:
 
     def _shift_user(self, tier: _Tier, tenant: str, user: str | None, after: LanePlace, tokens: int) -> None:
         """Moves the places of what a user has after one of them."""
-        for bid, ticket in tier.shown.items():
-            is_own = (ticket.tenant, ticket.user) == (tenant, user)
-            if is_own and ticket.lane_place > after and self._is_tagged(bid, ticket):
+        for ticket in self._in_turns(tier, tenant):
+            if ticket.user == user and ticket.lane_place > after:
                 ticket.place += tokens
         tier.queue.charge_user(tenant, user, tokens)
 
     def _pass_time(self, tier: _Tier, bid: int, ticket: Ticket) -> None:
         """A bid has left its tenant's queue at the ledger: time passes for the tenant's users."""
         if ticket.user is not None and self._is_tagged(bid, ticket):
-            shown = [
-                it.place for of, it in tier.shown.items() if it.tenant == ticket.tenant and self._is_tagged(of, it)
-            ]
-            tier.queue.pass_time(ticket.tenant, min(shown))
+            tier.queue.pass_time(ticket.tenant, min(it.place for it in self._in_turns(tier, ticket.tenant)))
+
+    def _in_turns(self, tier: _Tier, tenant: str) -> list[Ticket]:
+        """The bids of a tenant that wait in its queue at the ledger."""
+        return [it for bid, it in tier.shown.items() if it.tenant == tenant and self._is_tagged(bid, it)]
 
     def _start_after(self, tier: _Tier, ticket: Ticket) -> float:
         """The tag of the first bid that comes after a ticket among its tenant's users."""
-        tenant, place = ticket.tenant, ticket.lane_place
-        tags = [
-            it.start or 0.0
-            for bid, it in tier.shown.items()
-            if it.tenant == tenant and it.lane_place > place and self._is_tagged(bid, it)
-        ]
-        return min(tags, default=math.inf)
+        later = (it.start or 0.0 for it in self._in_turns(tier, ticket.tenant) if it.lane_place > ticket.lane_place)
+        return min(later, default=math.inf)
 
     def _better(self, tier: _Tier, now_us: int) -> Ticket | None:
         """One that earns more than the best that is shown."""
@@ -296,9 +301,8 @@ class Bids:
                 return False
             if not uncharged:
                 uncharged.append(self._uncharged(tier))
-            who = ticket.tenant, ticket.user
-            own = [it for bid, it in tier.shown.items() if (it.tenant, it.user) == who and self._is_tagged(bid, it)]
-            return queue.is_ahead(ticket, uncharged[0].get(ticket.tenant, 0.0), sum(it.tokens for it in own))
+            own = [it.charged for it in self._in_turns(tier, ticket.tenant) if it.user == ticket.user]
+            return queue.is_ahead(ticket, uncharged[0].get(ticket.tenant, 0.0), sum(own))
 
         ticket = tier.by_gain.find(now_us, is_ahead)
         shown = tier.shown.get(tier.best) if tier.best is not None else None
@@ -343,7 +347,7 @@ class Bids:
         if bid not in self._lined:
             tier.queue.give_back(ticket)
             if not ticket.has_returned:
-                self._shift(tier, ticket.tenant, ticket.lane_place, -ticket.tokens / ticket.weight)
+                self._shift(tier, ticket.tenant, ticket.lane_place, -ticket.charged / ticket.weight)
             users = tier.queue.users.get(ticket.tenant)
             if ticket.user is not None and users is not None and not ticket.has_returned:
                 self._shift_user(tier, ticket.tenant, ticket.user, ticket.lane_place, -users.charged(ticket))
@@ -357,6 +361,8 @@ class Bids:
             self._shift(tier, ticket.tenant, ticket.lane_place, ticket.tokens / ticket.weight)
         self._made += 1
         self._bids[ticket.id] = self._made
+        if not ticket.has_returned:
+            ticket.afresh = tier.afresh
         if tier.is_known and (tier.last is None or _order(ticket) >= _order(tier.shown[tier.last])):
             tier.last = self._made
         tier.shown[self._made] = ticket
@@ -377,6 +383,7 @@ class Bids:
             ticket.has_returned,
             start if start is not None and start < tier.queue.virtual else None,
             ticket.user,
+            ticket.cost,
         )
 
 

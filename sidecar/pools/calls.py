@@ -89,6 +89,7 @@ class Bid(msgspec.Struct, array_like=True, frozen=True):
     has_returned: bool = False
     hint: float | None = None
     user: str | None = None
+    cost: int | None = None
 
 
 class Withdrawn(msgspec.Struct, array_like=True, frozen=True):
@@ -99,7 +100,10 @@ class Withdrawn(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LeaseGrowth(msgspec.Struct, array_like=True, frozen=True):
-    """The growth of a lease. `first_call` is the number of the first call that had it: it counts once."""
+    """The growth of a lease, as its tenant is charged for it; below 0 what it did not use is given back.
+
+    `first_call` is the number of the first call that had it: it counts once.
+    """
 
     tier: str
     tenant: str

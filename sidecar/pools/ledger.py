@@ -378,6 +378,7 @@ class Ledger:
             has_returned=bid.has_returned,
             hint=bid.hint,
             user=bid.user,
+            cost=bid.cost,
         )
         member.bids[bid.id] = ticket
         state.scheduler.add(ticket)

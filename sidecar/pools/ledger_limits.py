@@ -18,7 +18,8 @@ def decide(
     """Applies the news and questions of `call` on its tenants' limits; it loses the bids that are refused.
 
     `last_number`: of the replica's last call before it. `charged` are the charges of that call by their bids, which the
-    replica may not know: it then asks again, with a statement. They become those of this call.
+    replica may not know: it then asks again, with a statement, and other calls were lost before that. They become those
+    of this call.
     """
     holder = call.who
     if call.kind == "state":
@@ -29,7 +30,7 @@ def decide(
     for settled in call.settled:
         if settled.first_call > last_number:
             _settle(limiter, settled, now_us)
-    known = charged.copy() if call.kind == "state" else {}
+    known = charged.copy() if call.kind == "state" and call.number > last_number + 1 else {}
     charged.clear()
     verdicts: list[MeterVerdict] = []
     for number, asked in groupby(call.metered, attrgetter("number")):

@@ -62,4 +62,5 @@ def new_ticket(ask: Ask, number: int, arrived_us: int) -> Ticket:
         number,
         ask.gain,
         user=ask.user,
+        cost=ask.fair_cost,
     )

@@ -58,10 +58,12 @@ def refusal(ask: Ask, judged: Judged) -> AdmissionError:
     limits = next(account.limits for account in ask.accounts if account.name == judged.asked.tenant)
     after_us, whole = judged.verdict.after_us, limits.tokens_per_minute
     after_s = None if after_us is None else after_us / 1e6
-    error = TenantLimit(_sentence(judged), retry_after_s=after_s, allowance=remaining(judged))
-    if error.never_fits and whole is not None and ask.charged_tokens * UNIT <= whole * limits.burst_us:
+    error = TenantLimit(
+        _sentence(judged, is_weighted=ask.cost is not None), retry_after_s=after_s, allowance=remaining(judged)
+    )
+    if error.never_fits and whole is not None and ask.counted_tokens * UNIT <= whole * limits.burst_us:
         return StoreUnavailable(
-            f"the store of this pool cannot be reached, and this request ({ask.charged_tokens} tokens) does not fit "
+            f"the store of this pool cannot be reached, and this request ({ask.counted_tokens} tokens) does not fit "
             f"into this replica's part of the limits of {account_text(judged.asked.tenant)}; try again, or ask for "
             "less output",
             retry_after_s=HEARTBEAT_US / 1e6,
@@ -69,7 +71,7 @@ def refusal(ask: Ask, judged: Judged) -> AdmissionError:
     return error
 
 
-def _sentence(judged: Judged) -> str:
+def _sentence(judged: Judged, *, is_weighted: bool) -> str:
     asked, verdict = judged
     whose = account_text(asked.tenant)
     fits = f"fits in {(verdict.after_us or 0) / 1e6:.3f} s"
@@ -80,7 +82,7 @@ def _sentence(judged: Judged) -> str:
         )
     if verdict.over is Limit.REQUESTS:
         return f"{whose} is over its limit of {asked.requests_per_minute:,} requests per minute; the next one {fits}"
-    charged = f"{asked.tokens:,} tokens (prompt and maximum output)"
+    charged = f"{asked.tokens:,} tokens (prompt and maximum output{', weighted' if is_weighted else ''})"
     limit = f"{asked.tokens_per_minute:,} tokens per minute"
     if verdict.after_us is None:
         most = (asked.tokens_per_minute or 0) * asked.burst_us // UNIT

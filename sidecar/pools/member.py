@@ -132,10 +132,11 @@ class Member:
         entered = near.enter(ticket, now_us)
         return None if entered is None else self._lease(ticket, *entered)
 
-    def cancel(self, ticket: Ticket, now_us: int) -> None:
-        """A waiting request is given up, perhaps before its verdict."""
+    def cancel(self, ticket: Ticket, now_us: int, *, is_replaced: bool = False) -> None:
+        """A waiting ticket is given up, perhaps before its verdict, or is to be replaced by another of its request."""
         was_asked = self.meter.give_up(ticket.number)  # and in a pool of other tiers it was given up as it was refused
-        self._returns.pop(ticket.id, None)
+        if not is_replaced:
+            self._returns.pop(ticket.id, None)
         if was_asked or self.is_foreign:
             return
         if self._bids.remove(ticket):
@@ -155,8 +156,8 @@ class Member:
             self._call_by(now_us + self._lazy_us)
 
     def charge(self, lease: ScheduledLease, tokens: int, now_us: int) -> None:
-        """The tenant of a lease is charged for so many tokens more (rule 2)."""
-        if self._near is not None and not self._bids:
+        """The tenant of a lease is charged for so many tokens more (rule 2); below 0: gets them back, if it paid."""
+        if (self._near and not self._bids) or (tokens < 0 and not self._bids.has_paid(lease.ticket)):
             return
         self._news.append(NewsItem(self._bids.charge(lease.ticket, tokens)))
         self._call_by(now_us + self._lazy_us)
@@ -203,9 +204,9 @@ class Member:
         lease.ticket.barred |= frozenset(barred)
         self._wait_again(lease, lease.returns + 1, now_us)
 
-    def ask_again(self, lease: ScheduledLease, tokens: int, now_us: int) -> None:
-        """A lease that nobody has used waits on: it had grown. It is charged for that (rule 2), and not as a return."""
-        self.charge(lease, tokens - lease.ticket.tokens, now_us)
+    def ask_again(self, lease: ScheduledLease, tokens: int, more: int, now_us: int) -> None:
+        """A lease that nobody has used waits on: it had grown, and is charged for so much `more`. It is no return."""
+        self.charge(lease, more, now_us)
         self.resize(lease, tokens, now_us)
         self._wait_again(lease, lease.returns, now_us)
 

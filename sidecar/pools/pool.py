@@ -344,7 +344,7 @@ class Pool(ReportedPool):
         except QueueFull as full:
             lease.full = full  # a tenant over its limits gets those first
         has_place = lease.full is None
-        asked = [metered(lease.id, account, ask.charged_tokens, charges=has_place) for account in ask.accounts]
+        asked = [metered(lease.id, account, ask.counted_tokens, charges=has_place) for account in ask.accounts]
         self._unjudged[lease.id] = lease
         self._member.meter.ask(asked, lease.ticket if has_place else None, now_us)
         self._run(now_us)
@@ -400,7 +400,7 @@ class Pool(ReportedPool):
         self._run_when_due()
 
     def charge_tenant(self, lease: Lease, tokens: int) -> None:
-        """The lease's tenant is charged for so many tokens more."""
+        """The lease's tenant is charged for so many tokens more, as they count; below 0: for less."""
         self._member.charge(lease.holding, tokens, self.now_us())
         self._run_when_due()
 
@@ -434,7 +434,7 @@ class Pool(ReportedPool):
             self._find_place(higher, now_us)
         except QueueFull:
             return False
-        self._member.cancel(lease.ticket, now_us)
+        self._member.cancel(lease.ticket, now_us, is_replaced=True)
         self._requests.rises(lease, higher, now_us)
         self._member.submit(lease.ticket, now_us)
         self._run(now_us)
@@ -587,8 +587,8 @@ class Pool(ReportedPool):
         lease = self._requests[held.ticket]
         lease.held = held
         if tokens := lease.has_grown():
-            self._requests.has_grown(lease, tokens)
-            self._member.ask_again(held, tokens, now_us)
+            more = self._requests.has_grown(lease, tokens)
+            self._member.ask_again(held, tokens, more, now_us)
             if error := self._sizes.outgrown(lease.ask):
                 self._refuse_waiting(lease, error)
             return True

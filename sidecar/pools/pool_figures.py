@@ -12,7 +12,7 @@ from sidecar.errors import RemainingLimits
 from sidecar.events import Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.policy.tenant import Account, AccountLimits
+from sidecar.policy.tenant import Account, RateLimits
 from sidecar.pools.base import Ask, Clock, Grant, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.engine_reports import engine_figures, engine_obstacle, engine_state
 from sidecar.pools.engine_size import EngineSize
@@ -213,7 +213,7 @@ class ReportedPool:
             usage = [TierUsage(*own[:2], own[2] + other[0], own[3] + other[1]) for own, other in both]
         return demand(rules, usage, self.guards())
 
-    async def allowance(self, tenant: str, limits: AccountLimits) -> RemainingLimits | None:
+    async def allowance(self, tenant: str, limits: RateLimits) -> RemainingLimits | None:
         """Rest of a tenant's limits, in all processes that share the pool. None where that is not known now."""
         self._run()
         if self._member.mode is not MemberMode.SHARED:

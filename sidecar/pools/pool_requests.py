@@ -130,15 +130,17 @@ class PoolRequests:
         if lease is None or lease.size_now is None:
             return
         self._asks_for(lease, tokens := lease.size_now())
-        ticket.tokens = tokens
+        ticket.tokens, ticket.cost = tokens, lease.ask.fair_cost
         if not ticket.has_returned:
             lease.paid_tokens = tokens
 
-    def has_grown(self, lease: Lease, tokens: int) -> None:
-        """One that was about to be held waits on, for so many tokens. Its tenant is charged for what it has grown."""
-        lease.held = None
+    def has_grown(self, lease: Lease, tokens: int) -> int:
+        """One that was about to be held waits on, for so many tokens. Returns the charge for what it has grown."""
+        lease.held, before = None, lease.ticket.charged
         lease.paid_tokens += tokens - lease.ticket.tokens
         self._asks_for(lease, tokens)
+        lease.ticket.cost = lease.ask.fair_cost
+        return (lease.ticket.cost or tokens) - before
 
     def _asks_for(self, lease: Lease, tokens: int) -> None:
         if lease.id in self.waiting:

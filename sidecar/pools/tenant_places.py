@@ -38,8 +38,6 @@ class TenantPlaces:
             del users[user][lease.id]
             if not users[user]:
                 del users[user]
-            if not users:
-                del self._of_users[tenant]
         if mine.pop(lease.id, None) is not None and not mine:
             del self._leases[tenant]
             self._sum -= self._weights.pop(tenant)

@@ -6,9 +6,12 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from sidecar.scheduling.tickets import LanePlace, Ticket
-from sidecar.scheduling.user_turns import UserTurns, by_place
+from sidecar.scheduling.tickets import BY_PLACE, LanePlace, Ticket
+
+if TYPE_CHECKING:
+    from sidecar.scheduling.user_turns import UserTurns
 
 
 class FairQueue:
@@ -31,7 +34,7 @@ class FairQueue:
         """How often all tags started afresh."""
         self.finish: dict[str, float] = {}
         self.largest = 1
-        """The most tokens of a ticket since the queue was empty."""
+        """The most that a ticket was charged for since the queue was empty."""
         self._lanes: dict[str, list[Ticket]] = {}
         self.users: dict[str, UserTurns] = {}  # of the tenants whose users take turns, whose lanes they fill
         self._returned: set[Ticket] = set()
@@ -54,7 +57,7 @@ class FairQueue:
         if ticket.user is not None:
             return (users := self.users.get(ticket.tenant)) is not None and ticket in users
         lane = self._lanes.get(ticket.tenant, ())
-        at = bisect_left(lane, ticket.lane_place, key=by_place)
+        at = bisect_left(lane, ticket.lane_place, key=BY_PLACE)
         return at < len(lane) and lane[at] is ticket
 
     def __iter__(self) -> Iterator[Ticket]:
@@ -64,7 +67,7 @@ class FairQueue:
 
     def add(self, ticket: Ticket) -> None:
         """One that came, or that came back: it waits outside of its tenant's queue and is not charged again."""
-        self.largest = max(self.largest, ticket.tokens)
+        self.largest = max(self.largest, ticket.charged)
         self._count += 1
         self._changes += 1
         if ticket.has_returned:
@@ -73,9 +76,9 @@ class FairQueue:
             self._returned.add(ticket)
             self._push(ticket)
         elif ticket.user is None:
-            insort(self._lanes.setdefault(ticket.tenant, []), ticket, key=by_place)
+            insort(self._lanes.setdefault(ticket.tenant, []), ticket, key=BY_PLACE)
         else:
-            self._users_of(ticket.tenant).add(ticket)
+            self._find_users(ticket.tenant).add(ticket)
         self._tag(ticket.tenant)
 
     def remove(self, ticket: Ticket) -> None:
@@ -90,7 +93,7 @@ class FairQueue:
             self.virtual = max(self.virtual, ticket.start or 0.0)
         if ticket.user is not None and not ticket.has_returned:
             first = self._lanes[ticket.tenant][0]
-            self.users[ticket.tenant].pass_time(first.place - first.tokens * self.by_gain)
+            self.users[ticket.tenant].pass_time(first.place - first.charged * self.by_gain)
         self._charge_for(ticket)
         self._take_out(ticket)
         self._tag(ticket.tenant)
@@ -99,7 +102,7 @@ class FairQueue:
     def pass_through(self, ticket: Ticket) -> None:
         """`add` and `leave` of one that comes while none waits."""
         self.afresh += 1
-        self.start_afresh(self.virtual + ticket.tokens / ticket.weight)
+        self.start_afresh(self.virtual + ticket.charged / ticket.weight)
 
     def start_afresh(self, virtual: float) -> None:
         """None of the tier waits: all tags begin at a virtual time beyond every one of them."""
@@ -119,7 +122,7 @@ class FairQueue:
     def give_back(self, ticket: Ticket) -> None:
         """The charge of a bid that was taken out before it was let in."""
         if not ticket.has_returned and ticket.tenant in self.finish:
-            self.finish[ticket.tenant] = finish = self.finish[ticket.tenant] - ticket.tokens / ticket.weight
+            self.finish[ticket.tenant] = finish = self.finish[ticket.tenant] - ticket.charged / ticket.weight
             first = next(iter(self._lanes.get(ticket.tenant, ())), None)
             if first is not None and first.start is not None and first.start > max(self.virtual, finish):
                 first.start = max(self.virtual, finish)
@@ -137,12 +140,21 @@ class FairQueue:
         self.add(ticket)
 
     def charge(self, tenant: str, tokens: int, weight: int, user: str | None = None) -> None:
-        """Growth of a tenant's lease, while others of the tier wait; of its user's, while others of the tenant do."""
+        """Growth of a tenant's lease, while others of the tier wait; of its user's, while others of the tenant do.
+
+        Below 0: what it did not use is given back, but never beyond the virtual time.
+        """
         if self._count or self.are_more():
             self._changes += 1
-            self.finish[tenant] = max(self.virtual, self.finish.get(tenant, 0.0)) + tokens / weight
+            finish = max(self.virtual, self.finish.get(tenant, 0.0)) + tokens / weight
+            self.finish[tenant] = max(self.virtual, finish)
         if user is not None and tenant in self._lanes and (users := self.users.get(tenant)) is not None:
             users.grow(user, tokens)
+        if tokens < 0 and (lane := self._lanes.get(tenant)):
+            self._tag_first(tenant)
+            first = lane[0]
+            first.start = max(self.virtual, (first.start or 0.0) + tokens / weight)
+            self._push(first)
 
     def charge_user(self, tenant: str, user: str | None, tokens: int) -> None:
         """Charges a user before its next ticket, which is not the first of those that wait."""
@@ -226,7 +238,7 @@ class FairQueue:
         if ticket.has_returned:
             return
         first = self._lanes[ticket.tenant][0]
-        finish = max(first.start or 0.0, self.finish.get(ticket.tenant, 0.0)) + ticket.tokens / ticket.weight
+        finish = max(first.start or 0.0, self.finish.get(ticket.tenant, 0.0)) + ticket.charged / ticket.weight
         self.finish[ticket.tenant] = finish
         if len(self.finish) > self._most_tags:
             self.finish = {t: f for t, f in self.finish.items() if f > self.virtual or t in self._lanes}
@@ -259,7 +271,7 @@ class FairQueue:
             return
         lane = self._lanes[ticket.tenant]
         if ticket.user is None:
-            del lane[bisect_left(lane, ticket.lane_place, key=by_place)]
+            del lane[bisect_left(lane, ticket.lane_place, key=BY_PLACE)]
         else:
             self.users[ticket.tenant].remove(ticket)
         if not lane:
@@ -270,7 +282,9 @@ class FairQueue:
         if (users := self.users.get(tenant)) is not None and users.is_at_rest():
             del self.users[tenant]
 
-    def _users_of(self, tenant: str) -> UserTurns:
+    def _find_users(self, tenant: str) -> UserTurns:
+        from sidecar.scheduling.user_turns import UserTurns
+
         users = self.users.setdefault(tenant, UserTurns())
         users.lane = self._lanes.setdefault(tenant, users.lane)
         return users

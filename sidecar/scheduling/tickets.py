@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import TypeAlias
 
 import msgspec
@@ -11,6 +12,8 @@ from sidecar.scheduling.amounts import NOTHING, Amount
 
 Arrival: TypeAlias = tuple[int, str, int]
 LanePlace: TypeAlias = tuple[int, int, str, int]
+BY_ARRIVAL: Callable[[Ticket], Arrival] = attrgetter("arrival")
+BY_PLACE: Callable[[Ticket], LanePlace] = attrgetter("lane_place")
 
 MOST_OF_GAIN = 2**43
 """A thousand times that can be computed with doubles."""
@@ -55,7 +58,9 @@ class Ticket(msgspec.Struct, eq=False):
     `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: names of engines that refused it.
     `arrived_us`: when it first came, also if it came back. `hint`: its start tag where it waited
     at its owner while the virtual time went on. `user`: of its tenant; None where the tenant's users take no turns.
-    `place`: where it comes among its tenant's users, 0 for all of a tenant whose users take no turns.
+    `place`: where it comes among its tenant's users, 0 for all of a tenant whose users take no turns. `cost`: what its
+    tenant is charged for in place of its tokens. `afresh`: how often its tier's tags had started afresh when its owner
+    first showed it.
     """
 
     id: str
@@ -74,6 +79,8 @@ class Ticket(msgspec.Struct, eq=False):
     has_returned: bool = False
     hint: float | None = None
     user: str | None = None
+    cost: int | None = None
+    afresh: int = -2
 
     start: float | None = None
     place: int = 0
@@ -96,6 +103,11 @@ class Ticket(msgspec.Struct, eq=False):
     def lane_place(self) -> LanePlace:
         """Compares the tickets of a tenant: those of its users by their turns, all others by arrival."""
         return self.place, self.arrived_us, self.owner, self.number
+
+    @property
+    def charged(self) -> int:
+        """Its tenant's charge in fair order (rule 2)."""
+        return self.tokens if self.cost is None else self.cost
 
     @property
     def is_for_floor(self) -> bool:

@@ -152,6 +152,12 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         return None if self.refused is None else self.refused.tier
 
     @property
+    def key(self) -> str | None:
+        """The name of its API key, None where it has none."""
+        asked = self.classified or self.refused
+        return None if asked is None else asked.key
+
+    @property
     def preemptions(self) -> int:
         """How often it was preempted."""
         return sum(not attempt.preempted.is_unreached for attempt in self.lost) if self.lost else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -40,6 +40,12 @@ class StoredRecords(Protocol):
 
     async def put(self, tenant: str, text: bytes, keys: Sequence[str], *, replaces: bool) -> None:
         """Writes one tenant, and reads what has changed. `keys` are the hashes in its text. Raises RefusedChange."""
+
+    async def edit(self, tenant: str, change: Callable[[bytes], tuple[bytes, Sequence[str]]]) -> None:
+        """Writes what `change` makes of a tenant's last text, with the hashes in it. Raises RefusedChange.
+
+        `change` is called again where another replica has written meanwhile, or where an answer was lost.
+        """
 
     async def remove(self, tenant: str) -> None:
         """Removes one tenant, and reads what has changed. Raises RefusedChange."""

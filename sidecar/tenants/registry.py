@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import printable
 from sidecar.policy.reload import UsesPolicy
-from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_record, with_stored
-from sidecar.policy.tenant import Tenant
+from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_json, read_record, with_stored
+from sidecar.policy.tenant import AccountLimits, Limits, Tenant
+from sidecar.policy.tenant_keys import PREFIX, find_key
 from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
 from sidecar.tenants.records import StoredRecords
@@ -32,10 +35,24 @@ _MOST_NAMED = 20
 _log = logging.getLogger("sidecar.tenants")
 
 
+class KeyRow(msgspec.Struct, frozen=True):
+    """One key of a tenant. `hash` is the beginning of its hash, `expires` its last day or the time of its end.
+
+    `tier` is that of its requests which name none. `is_expired`: it gets a 401.
+    """
+
+    hash: str
+    name: str | None
+    tier: str
+    expires: str | None
+    is_expired: bool
+
+
 class TenantRow(msgspec.Struct, frozen=True):
     """One tenant for the operator. `source` is `file` or `store`; `unused` says why it is not in force, or is None.
 
-    `record` has the keys of a tenant's file, without the hashes: `keys` is their number.
+    `record` has the keys of a tenant's file, without the hashes: `keys` is their number. `listed` are the API keys,
+    where one tenant was asked for.
     """
 
     tenant: str
@@ -43,6 +60,7 @@ class TenantRow(msgspec.Struct, frozen=True):
     keys: int
     record: Mapping[str, Any]
     unused: str | None = None
+    listed: Sequence[KeyRow] | UnsetType = UNSET
 
 
 class InFiles(Exception):
@@ -133,6 +151,38 @@ class StoredTenantsRegistry:
         await self._use()
         return _row(tenant, self._reasons().get(name))
 
+    async def add_key(self, name: str, text: bytes) -> None:
+        """Adds a key to a tenant of the store: JSON, as a tenant's file has it. Raises as `put`."""
+        entry = read_json(text)
+        await self._edit_keys(name, lambda keys: [*keys, entry], "a key of tenant %s written to the store")
+
+    async def revoke_key(self, name: str, called: str) -> None:
+        """Takes a key from a tenant of the store: see `find_key`. Raises UnknownKey, or as `remove`."""
+        await self.synchronize()
+        stored = self._stored.get(name)
+        hashed = "" if stored is None else PREFIX + find_key(stored.tenant.keys or (), called).digest
+
+        def kept(keys: Sequence[Any]) -> Sequence[Any]:
+            return [one for one in keys if (one["hash"] if isinstance(one, dict) else one) != hashed]
+
+        await self._edit_keys(name, kept, "a key of tenant %s removed from the store")
+
+    async def _edit_keys(self, name: str, edited: Callable[[Sequence[Any]], Sequence[Any]], done: str) -> None:
+        """Writes a tenant of the store with other keys; another change at the same time is kept."""
+
+        def change(text: bytes) -> tuple[bytes, Sequence[str]]:
+            document = read_json(text)
+            keys = edited(document.get("keys", ()))
+            tenant = read_record(msgspec.json.encode({**document, "keys": keys}), self._files_policy)
+            self._refuse_files(name, tenant.digests)
+            return tenant.text(), tenant.keys
+
+        if name in self._files_policy.named and name not in self._records.texts():
+            raise InFiles(f"tenant {name} is in the policy's files; its keys are changed there")
+        await self._records.edit(name, change)
+        _log.warning(done, printable(name), extra={"event": "key_changed"})
+        await self._use()
+
     async def remove(self, name: str) -> None:
         """Removes a tenant, and returns when it has no access here. Raises InFiles, RefusedChange or StoreError."""
         if name in self._files_policy.named and name not in self._records.texts():
@@ -149,17 +199,21 @@ class StoredTenantsRegistry:
 
     def rows_named(self, name: str) -> Sequence[TenantRow]:
         """The tenants of this name: none, the one in force, or that and another of the store."""
-        return self._rows_named([name])
+        of_store = None if name not in self._stored else self._stored[name].tenant
+        tenants = {"file": self._files_policy.named.get(name), "store": of_store}
+        return [
+            replace(row, listed=key_rows(tenant, self._files_policy)) if (tenant := tenants[row.source]) else row
+            for row in self._rows_named([name])
+        ]
 
     def _rows_named(self, names: Sequence[str]) -> Sequence[TenantRow]:
         # Once for all of them: there may be thousands, and requests wait meanwhile.
         of_files, reasons = self._files_policy.named, self._reasons()
-        keys = Counter(tenant.name for tenant in self._files_policy.tenants.values())
         tiers = [tier.name for tier in self._files_policy.tiers]
         rows = []
         for name in names:
             if (tenant := of_files.get(name)) is not None:
-                rows.append(TenantRow(name, "file", keys[name], _new_record(tenant, tiers)))
+                rows.append(TenantRow(name, "file", len(tenant.keys or ()), _new_record(tenant, tiers)))
             if (stored := self._stored.get(name)) is not None:
                 rows.append(_row(stored, reasons.get(name)))
             elif name in self._found:
@@ -237,14 +291,39 @@ def _row(one: StoredTenant, unused: str | None) -> TenantRow:
     return TenantRow(one.tenant.name, "store", len(one.digests), record, unused)
 
 
+def key_rows(tenant: Tenant, policy: Policy) -> list[KeyRow]:
+    """The keys of a tenant for the operator."""
+    now_s = time.time()
+    return [
+        KeyRow(
+            PREFIX + one.digest[:12],
+            one.name,
+            policy.tiers[tenant.level if one.level is None else one.level].name,
+            one.last,
+            one.expires_s is not None and one.expires_s <= now_s,
+        )
+        for one in tenant.keys or ()
+    ]
+
+
 def _new_record(tenant: Tenant, tiers: Sequence[str]) -> Mapping[str, Any]:
     """A tenant of the files, with the keys that its file may have."""
-    limits = {name: value for name, value in asdict(tenant.limits).items() if name != "burst_us" and value is not None}
-    if limits:
-        limits["burst"] = f"{tenant.limits.burst_us / 1e6:g}s"
+    limits = _limits_record(tenant.limits)
     over = {} if tenant.downgrade_level is None else {"over_limit": {"downgrade": tiers[tenant.downgrade_level]}}
     levels = {"tier": tiers[tenant.level], "max_tier": tiers[tenant.max_level], "weight": tenant.weight}
     return {**levels, **({"limits": limits} if limits else {}), **over}
+
+
+def _limits_record(limits: AccountLimits) -> dict[str, Any]:
+    found = {
+        one.name: getattr(limits, one.name) for one in fields(limits) if one.name not in ("burst_us", "models", "hours")
+    }
+    found = {name: value for name, value in found.items() if value is not None}
+    if isinstance(limits, Limits) and limits.models:
+        found["models"] = {model: _limits_record(one) for model, one in limits.models.items()}
+    if isinstance(limits, Limits) and limits.hours:
+        found["hours"] = {str(hours): entry.changes() for hours, entry in limits.hours}
+    return {**found, "burst": f"{limits.burst_us / 1e6:g}s"} if found else {}
 
 
 def _read_all(texts: Mapping[str, bytes], known: _Found, policy: Policy) -> _Found:

@@ -127,11 +127,26 @@ class TenantRecords:
             return records.get(tenant, (0, b""))[1] == text
 
         how = "replace" if replaces else "create"
-        await self._in_turn(self._change("put", [tenant, text, how, MOST_TENANTS, *keys], is_made))
+        written: list[_Argument] = [tenant, text, how, MOST_TENANTS, *keys]
+        await self._in_turn(self._change("put", lambda _: written, is_made))
+
+    async def edit(self, tenant: str, change: Callable[[bytes], tuple[bytes, Sequence[str]]]) -> None:
+        """See `StoredRecords`."""
+
+        def changed(records: _Records) -> list[_Argument]:
+            if tenant not in records:
+                raise RefusedChange(ChangeRefused.UNKNOWN)
+            text, keys = change(records[tenant][1])
+            return [tenant, text, "replace", MOST_TENANTS, *keys]
+
+        def is_made(records: _Records) -> bool:
+            return tenant in records and changed(records)[1] == records[tenant][1]
+
+        await self._in_turn(self._change("put", changed, is_made))
 
     async def remove(self, tenant: str) -> None:
         """See `StoredRecords`."""
-        await self._in_turn(self._change("remove", [tenant], lambda records: tenant not in records))
+        await self._in_turn(self._change("remove", lambda _: [tenant], lambda records: tenant not in records))
 
     async def close(self) -> None:
         """See `StoredRecords`."""
@@ -146,7 +161,9 @@ class TenantRecords:
                 if self._known is not before:
                     self._texts = {tenant: text for tenant, (_, text) in self._known.records.items()}
 
-    async def _change(self, action: str, change: list[_Argument], is_made: Callable[[_Records], bool]) -> None:
+    async def _change(
+        self, action: str, change: Callable[[_Records], list[_Argument]], is_made: Callable[[_Records], bool]
+    ) -> None:
         """Makes a change to the last version. Another replica may write at the same time, which is `late`.
 
         A call whose answer was lost is sent again. It is late then, too, and its change may be made already.
@@ -158,7 +175,7 @@ class TenantRecords:
             place = self._known.place()
             if not self._known.birth:
                 place[0] = secrets.token_hex(8)
-            kind, *rest = await self._run([action, *place, *change])
+            kind, *rest = await self._run([action, *place, *change(self._known.records)])
             if kind == b"done":
                 return await self._catch_up()
             if kind != b"late":

@@ -1,8 +1,8 @@
 """Use of the tenants: counted in this process, added to the store once a second, and compared with their budgets.
 
-A request is counted when it ends. The sums of all replicas come back with the same call, so a budget may be exceeded by
-what runs when it is used up, and by what the other replicas count within a second. The sums of a tenant that comes
-after a minute without requests are read at once.
+A request is counted when it ends, in the budgets of all of its accounts. The sums of all replicas come back with the
+same call, so a budget may be exceeded by what runs when it is used up, and by what the other replicas count within a
+second. The sums of an account that comes after a minute without requests are read at once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import msgspec
 from sidecar.durations import short_duration
 from sidecar.errors import RemainingLimits, TenantLimit
 from sidecar.policy.model import Policy
-from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant import Account, Tenant, account_text
 from sidecar.pools import Ask, Pool
 from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
-from sidecar.tenants.usage_records import MOST_AT_ONCE, Sums, UsageFigures, UsageKey, UsageRecords
+from sidecar.tenants.usage_records import MOST_AT_ONCE, Sums, UsageCharge, UsageFigures, UsageKey, UsageRecords
 
 EVERY_S = 1.0
 GATHERED_S = 0.05
@@ -41,6 +41,8 @@ _LONGEST_NAME = 200
 _WATCHED_S = 60.0
 _DAY_S = 86_400
 _NO_SUMS = Sums(0, 0)
+
+_Part = tuple[list[tuple[UsageKey, UsageFigures]], list[UsageCharge]]
 
 _log = logging.getLogger("sidecar.usage")
 
@@ -65,8 +67,9 @@ class TenantUsage:
         self._clock = clock
         self._ahead_s = 0.0  # of the store's clock
         self._pending: dict[tuple[str, str, str, str], list[int]] = {}  # by day, tenant, tier and model
-        self._part: list[tuple[UsageKey, UsageFigures]] = []  # sent, and not answered yet
-        self._fresh: dict[str, int] = {}  # tokens of watched tenants since the last synchronization began
+        self._charges: dict[tuple[str, str], int] = {}  # by day and account
+        self._part: _Part = [], []  # sent, and not answered yet
+        self._fresh: dict[str, int] = {}  # charges of watched accounts since the last synchronization began
         self._unread: dict[str, int] = {}  # and those before, until the sums come back
         self._part_number = 0
         self._models: dict[str, set[str]] = {}
@@ -88,8 +91,20 @@ class TenantUsage:
 
     # -- what requests do
 
-    def add(self, tenant: str, tier: str, model: str | None, input_tokens: int, output_tokens: int) -> None:
-        """Counts one request of today."""
+    def add(  # noqa: PLR0917  # each request is counted
+        self,
+        tenant: str,
+        tier: str,
+        model: str | None,
+        input_tokens: int,
+        output_tokens: int,
+        charged: int | None = None,
+        beside: Sequence[Account] = (),
+    ) -> None:
+        """Counts one request of today.
+
+        `charged` is what counts in the budgets of its tenant and of the accounts `beside` it; None for its tokens.
+        """
         key = (self.today(), tenant, tier, self._model(tenant, model or ""))
         figures = self._pending.get(key)
         if figures is None:
@@ -99,15 +114,23 @@ class TenantUsage:
         figures[0] += 1
         figures[1] += input_tokens
         figures[2] += output_tokens
-        if tenant in self._watched:
-            self._fresh[tenant] = self._fresh.get(tenant, 0) + input_tokens + output_tokens
+        charged = input_tokens + output_tokens if charged is None else charged
+        self._charge(key[0], tenant, charged)
+        for account in beside:
+            if account.limits.budgets:
+                self._charge(key[0], account.name, charged)
 
-    def within(self, ask: Ask, tenant: Tenant, pool: Pool) -> Ask:
+    def _charge(self, day: str, account: str, tokens: int) -> None:
+        self._charges[day, account] = self._charges.get((day, account), 0) + tokens
+        if account in self._watched:
+            self._fresh[account] = self._fresh.get(account, 0) + tokens
+
+    def within(self, ask: Ask, tenant: Tenant, pool: Pool, beside: Sequence[Account] = ()) -> Ask:
         """The request that may enter the pool: `ask`, or the same at a lower tier. Raises TenantLimit.
 
-        A request counts in its tenant's budgets whatever its tier.
+        A request counts in the budgets of its tenant, and of the accounts `beside` it, whatever its tier.
         """
-        over = self._over(tenant)
+        over = self._first_over(tenant, beside)
         if over is None:
             return ask
         if tenant.downgrade_level is not None:
@@ -115,52 +138,52 @@ class TenantUsage:
             if ask.charged_tokens <= pool.most_tokens(level):
                 # Its figures are those of a tier that it does not have.
                 return msgspec.structs.replace(ask, tier=level, accounts=(), downgrade=None, gain=None)
-        raise self._refusal(tenant, over)
+        raise over
 
-    def used_up(self, tenant: Tenant) -> TenantLimit | None:
+    def used_up(self, tenant: Tenant, beside: Sequence[Account] = ()) -> TenantLimit | None:
         """The refusal of a request that has waited while a budget was used up. None where it may run.
 
         A tenant with a lower tier keeps the place for which the request has waited.
         """
-        if not tenant.limits.have_budgets or tenant.downgrade_level is not None:
-            return None
-        over = self._over(tenant)
-        return None if over is None else self._refusal(tenant, over)
+        return None if tenant.downgrade_level is not None else self._first_over(tenant, beside)
 
-    def _refusal(self, tenant: Tenant, over: str) -> TenantLimit:
-        budget = self.budgets(tenant)[over]
+    def _first_over(self, tenant: Tenant, beside: Sequence[Account]) -> TenantLimit | None:
+        """The refusal for the first of the accounts whose budget is used up."""
+        for account in (tenant.account, *beside):
+            if account.limits.budgets and (over := self._over(account)) is not None:
+                return self._refusal(account, over)
+        return None
+
+    def _refusal(self, account: Account, over: str) -> TenantLimit:
+        budget = self.budgets(account)[over]
+        tokens = "weighted tokens" if self._policy.has_costs else "tokens"
         return TenantLimit(
-            f"tenant {tenant.name} has used {budget.used:,} tokens of its {budget.tokens:,} per {over}; the next "
-            f"{over} (UTC) begins in {short_duration(budget.ends_in_s)}",
+            f"{account_text(account.name)} has used {budget.used:,} {tokens} of its {budget.tokens:,} per {over}; the "
+            f"next {over} (UTC) begins in {short_duration(budget.ends_in_s)}",
             retry_after_s=budget.ends_in_s,
             allowance=RemainingLimits(),
         )
 
-    def budgets(self, tenant: Tenant) -> Mapping[str, BudgetView]:
-        """The tenant's budgets, by `day` and `month`, as far as this replica knows what was used."""
+    def budgets(self, account: Account) -> Mapping[str, BudgetView]:
+        """The account's budgets, by `day` and `month`, as far as this replica knows what was used."""
         self.today()
-        limits, used = tenant.limits, self._used(tenant.name)
-        found = {}
-        if limits.tokens_per_day is not None:
-            found["day"] = BudgetView(limits.tokens_per_day, used.day, self._ends_in_s("day"))
-        if limits.tokens_per_month is not None:
-            found["month"] = BudgetView(limits.tokens_per_month, used.month, self._ends_in_s("month"))
-        return found
+        used = self._used(account.name)
+        return {
+            period: BudgetView(tokens, used.month if period == "month" else used.day, self._ends_in_s(period))
+            for period, tokens in account.limits.budgets.items()
+        }
 
-    def _over(self, tenant: Tenant) -> str | None:
+    def _over(self, account: Account) -> str | None:
         """The budget that is used up: `month` before `day`, None where there is none."""
-        if tenant.name not in self._watched:
-            self._newcomers.add(tenant.name)
+        if account.name not in self._watched:
+            self._newcomers.add(account.name)
             self._has_newcomers.set()
-        self._watched[tenant.name] = self._clock()
-        self.today()
-        limits, used = tenant.limits, self._used(tenant.name)
-        if limits.tokens_per_month is not None and used.month >= limits.tokens_per_month:
-            return "month"
-        return "day" if limits.tokens_per_day is not None and used.day >= limits.tokens_per_day else None
+        self._watched[account.name] = self._clock()
+        over = [period for period, budget in self.budgets(account).items() if budget.used >= budget.tokens]
+        return over[-1] if over else None
 
-    def _used(self, tenant: str) -> Sums:
-        known, here = self._sums.get(tenant, _NO_SUMS), self._fresh.get(tenant, 0) + self._unread.get(tenant, 0)
+    def _used(self, account: str) -> Sums:
+        known, here = self._sums.get(account, _NO_SUMS), self._fresh.get(account, 0) + self._unread.get(account, 0)
         return Sums(known.day + here, known.month + here)
 
     def _model(self, tenant: str, model: str) -> str:
@@ -210,7 +233,8 @@ class TenantUsage:
         """Reads the sums of all tenants with budgets, and begins to add. It takes `START_WITHIN_S` at most."""
         now_s = self._clock()
         self._watched = dict.fromkeys(
-            (tenant.name for tenant in self._policy.named.values() if tenant.limits.have_budgets), now_s
+            (it.name for tenant in self._policy.named.values() for it in tenant.accounts if it.limits.budgets),
+            now_s,
         )
         tried = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._follow(tried), name="sidecar use of tenants")
@@ -224,7 +248,7 @@ class TenantUsage:
         try:
             await self.flush()
         except StoreError as silent:
-            if left := len(self._pending) + len(self._part):
+            if left := len(self._pending) + len(self._part[0]):
                 message = "%d entries of the tenants' use are lost: the store does not answer: %s"
                 _log.error(message, left, silent, extra={"event": "usage_lost"})
         await self._records.close()
@@ -238,14 +262,16 @@ class TenantUsage:
     async def flush(self) -> None:
         """Adds all that was counted, and then reads the sums of the tenants with budgets. Raises StoreError."""
         async with self._turn:
-            for tenant, tokens in self._fresh.items():
-                self._unread[tenant] = self._unread.get(tenant, 0) + tokens
+            for account, tokens in self._fresh.items():
+                self._unread[account] = self._unread.get(account, 0) + tokens
             self._fresh = {}
-            left = list(self._pending)
-            while self._part or left:
-                if not self._part:
+            left, charges = list(self._pending), list(self._charges)
+            while any(self._part) or left or charges:
+                if not any(self._part):
                     keys, left = left[:MOST_AT_ONCE], left[MOST_AT_ONCE:]
-                    self._part = [(UsageKey(*key), UsageFigures(*self._pending.pop(key))) for key in keys]
+                    entries = [(UsageKey(*key), UsageFigures(*self._pending.pop(key))) for key in keys]
+                    charged, charges = charges[:MOST_AT_ONCE], charges[MOST_AT_ONCE:]
+                    self._part = entries, [(*key, self._charges.pop(key)) for key in charged]
                     self._part_number += 1
                 await self._send(())
             self._newcomers.clear()
@@ -254,14 +280,15 @@ class TenantUsage:
                 await self._send(())
             self._unread, self._problem = {}, None
 
-    async def _read_sums(self, tenants: Sequence[str]) -> None:
-        for first in range(0, len(tenants), MOST_AT_ONCE):
-            await self._send(tenants[first : first + MOST_AT_ONCE])
+    async def _read_sums(self, accounts: Sequence[str]) -> None:
+        for first in range(0, len(accounts), MOST_AT_ONCE):
+            await self._send(accounts[first : first + MOST_AT_ONCE])
 
-    async def _send(self, tenants: Sequence[str]) -> None:
+    async def _send(self, accounts: Sequence[str]) -> None:
         day = self.today()
-        recorded = await self._records.add(self._part_number if self._part else 0, self._part, day, tenants)
-        self._part = []
+        number = self._part_number if any(self._part) else 0
+        recorded = await self._records.add(number, *self._part, day, accounts)
+        self._part = [], []
         self._read_at_s = self._clock()
         self._ahead_s = recorded.time_s - self._read_at_s
         if day == self.today():

@@ -10,7 +10,7 @@ from sidecar.policy.store import StoreAddress
 from sidecar.pools.base import StoreError
 from sidecar.pools.redis.connection import Connect, SideConnection, StoreReach, connector_to
 from sidecar.pools.redis.script import Script
-from sidecar.tenants.usage_records import Recorded, Sums, UsageFigures, UsageKey
+from sidecar.tenants.usage_records import Recorded, Sums, UsageCharge, UsageFigures, UsageKey
 
 _SCRIPT = Script.read(__package__, "usage")
 _MOST_PAGES = 10_000
@@ -31,15 +31,21 @@ class RedisUsage:
         self._days = days
 
     async def add(
-        self, part: int, entries: Sequence[tuple[UsageKey, UsageFigures]], day: str, tenants: Sequence[str]
+        self,
+        part: int,
+        entries: Sequence[tuple[UsageKey, UsageFigures]],
+        charges: Sequence[UsageCharge],
+        day: str,
+        accounts: Sequence[str],
     ) -> Recorded:
         """See `UsageRecords`."""
         listed: list[str | bytes | int] = [field for key, figures in entries for field in (*key, *figures)]
-        arguments = [self._replica, part, self._days, day, day[:7], len(entries), *listed, *tenants]
+        listed += [field for charge in charges for field in charge]
+        arguments = [self._replica, part, self._days, day, day[:7], len(entries), len(charges), *listed, *accounts]
         time_us, *sums = await self._call(["add", *arguments])
         try:
             figures = list(map(int, sums))
-            found = {tenant: Sums(*figures[2 * at : 2 * at + 2]) for at, tenant in enumerate(tenants)}
+            found = {account: Sums(*figures[2 * at : 2 * at + 2]) for at, account in enumerate(accounts)}
             return Recorded(int(time_us) / 1e6, found)
         except (ValueError, TypeError) as error:
             raise StoreError(f"the store's sums cannot be read: {error}") from None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 MOST_AT_ONCE = 128
-"""Entries, or tenants, of one call: so many take the store less than a millisecond."""
+"""Entries, charges, or accounts, of one call: so many take the store less than a millisecond."""
 
 
 class UsageKey(NamedTuple):
@@ -32,8 +32,12 @@ class UsageFigures(NamedTuple):
         return UsageFigures(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
+UsageCharge = tuple[str, str, int]
+"""A day, an account (`policy.tenant.Account`), and the tokens that count in its budgets, weighted by their cost."""
+
+
 class Sums(NamedTuple):
-    """The tokens of one tenant in a day and in the month of that day."""
+    """The tokens that count in the budgets of one account in a day and in the month of that day."""
 
     day: int
     month: int
@@ -50,11 +54,16 @@ class UsageRecords(Protocol):
     """The use of all replicas, in a store. Every coroutine but `close` raises StoreError."""
 
     async def add(
-        self, part: int, entries: Sequence[tuple[UsageKey, UsageFigures]], day: str, tenants: Sequence[str]
+        self,
+        part: int,
+        entries: Sequence[tuple[UsageKey, UsageFigures]],
+        charges: Sequence[UsageCharge],
+        day: str,
+        accounts: Sequence[str],
     ) -> Recorded:
         """Adds the n-th part of what this replica has counted, once, however often it is sent. Part 0 is none.
 
-        `entries` and `tenants` are `MOST_AT_ONCE` at most; the sums are those of `day` and its month.
+        Each list has `MOST_AT_ONCE` at most; the sums are those of the `accounts`, in `day` and its month.
         """
 
     async def use_on(self, day: str) -> Mapping[UsageKey, UsageFigures]:

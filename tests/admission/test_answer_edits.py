@@ -117,8 +117,8 @@ def test_a_whole_answer_is_edited_wherever_it_is_cut(value: Any, cuts: list[int]
 @given(
     st.lists(st.dictionaries(NAMES, VALUES, max_size=6), max_size=4),
     CUTS,
-    st.sampled_from(["\n\n", "\r\n\r\n"]),
-    st.sampled_from(["data: ", "data:", "event: x\ndata: "]),
+    st.sampled_from(["\n\n", "\r\n\r\n", "\r\r"]),
+    st.sampled_from(["data: ", "data:", "data: \t ", "event: x\ndata: ", "event: x\rdata: "]),
     st.booleans(),
 )
 def test_each_event_is_edited_wherever_a_stream_is_cut(
@@ -160,6 +160,8 @@ def test_an_answer_of_another_kind_passes_with_its_length_as_it_comes() -> None:
         ([JSON, length], 400),
         ([JSON, length], 503),
         ([length], 200),
+        ([(b"content-type", b"application/json-seq"), length], 200),
+        ([(b"content-type", b"application/jsonl; charset=utf-8")], 200),
     ):
         shown = Client([body[:5], body[5:]], head, status=status)
         assert (shown.head, shown.bodies[:2]) == (head, [body[:5], body[5:]])
@@ -174,10 +176,24 @@ def test_what_is_too_large_passes_as_it_is_and_is_not_held(monkeypatch: pytest.M
     shown = Client([line[:80], line[80:140], line[140:], b'\ndata: {"model":"x"}', b"\n\n"], writes=True)
     assert shown.bodies[:2] == [b"", line[:140]]
     assert shown.body == line + b'\ndata: {"model":"alias"}\n\n'
+    shown = Client([line[:140], line[140:], b'"', b"}\n"])  # the rest of a line does not wait
+    assert shown.bodies == [line[:140], line[140:], b'"', b"}\n", b""]
     # The rest of a line is no line, whatever it looks like.
     shown = Client([line[:140], b'data: {"model":"x"}\ndata: {"model":"x"}\n\n'], writes=True)
     assert shown.body == line[:140] + b'data: {"model":"x"}\ndata: {"model":"alias"}\n\n'
     assert LARGEST_EDITED > 1e6
+
+
+@each("end", [b"\n", b"\r", b"\r\n"])
+@each("before", [b"data:", b"data: ", b"data:  \t"])
+def test_a_line_of_any_spelling_is_edited_and_passes_when_its_end_has_come(before: bytes, end: bytes) -> None:
+    line, shown = before + b'{"model":"x"}', before + b'{"model":"alias"}'
+    for after in (b"", b" \t"):
+        pieces = [b"id: 1" + end + line + after + end, end + b'xdata: {"model":"x"}' + end + line[:9], line[9:] + end]
+        for writes in (False, True):
+            client = Client(pieces, writes=writes)
+            assert client.bodies[0] == b"id: 1" + end + shown + after + end
+            assert client.bodies[:-1] == [client.bodies[0], end + b'xdata: {"model":"x"}' + end, shown + end]
 
 
 def test_whole_lines_are_written_at_once_and_a_refused_write_changes_nothing() -> None:

@@ -214,6 +214,15 @@ def test_what_is_held_passes_with_the_end_and_a_length_is_not_promised() -> None
     assert shown.head == {b"content-type": b"text/event-stream; charset=utf-8", b"x-a": b"b"}
 
 
+def test_what_is_held_passes_with_an_end_that_has_no_bytes_of_its_own() -> None:
+    sent: list[Any] = []
+    hider = UsageHider(sent.append)  # type: ignore[arg-type]
+    hider.send({"type": "http.response.start", "status": 200, "headers": [*STREAM]})
+    hider.send({"type": "http.response.body", "body": b"data: {}", "more_body": True})
+    hider.send({"type": "http.response.body"})
+    assert [message["body"] for message in sent[1:]] == [b"", b"data: {}"]
+
+
 def test_a_message_without_bytes_passes_while_an_event_is_held() -> None:
     """The server answers it when the client has read enough: so a client that does not read is no silent engine."""
     shown = Shown([b"data: {", b"", b"}\n\n"], by_chunks=False)

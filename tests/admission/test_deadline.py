@@ -20,7 +20,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from sidecar.admission.deadline import asked_deadline_us
 from sidecar.admission.intake import SizedRequest
-from sidecar.admission.turn import Turn, TurnEnded, TurnUser
+from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser, refusal_for
+from sidecar.engines.watch import EngineState, KnownState
 from sidecar.errors import AdmissionError, InvalidHeader
 from sidecar.events import Risen
 from sidecar.explain.builder import ExplanationBuilder
@@ -224,6 +225,17 @@ async def test_what_its_tenants_limits_moved_down_waits_until_its_deadline_and_d
 
 
 @virtually
+async def test_what_its_tenants_limits_moved_down_waits_no_longer_than_its_new_tier_lets_it() -> None:
+    limited = "limits: {requests_per_minute: 1}\nover_limit: {downgrade: batch}\n"
+    for queue, end in ((", max_deadline: 15m", ("deadline", 900)), ("", ("too long", 600))):
+        of = policy(**{**KEYS, "deadline": f", max_wait: 10m{queue}", "of_normal": ", max_deadline: 48h"}, acme=limited)
+        async with World(of) as world:
+            await world.ask("critical")
+            _, over = [await world.ask("normal", 1800, tenant="acme") for _ in range(2)]
+            assert await over.task == end
+
+
+@virtually
 async def test_one_that_rose_goes_before_others_of_its_old_tier_and_is_charged_in_the_new_one() -> None:
     async with World() as world:
         holder = await world.ask("critical")
@@ -335,6 +347,19 @@ async def test_one_that_waits_again_still_has_its_deadline_and_is_not_charged_tw
         # Fourteen hours remained: half of them, and then half of the rest.
         assert deferred.rises == [(9 * HOUR_S, NORMAL), (12.5 * HOUR_S, HIGH), (14.25 * HOUR_S, CRITICAL)]
         assert deferred.turn.lease.ticket.has_returned
+
+
+@virtually
+async def test_a_refusal_says_whether_room_or_an_engine_was_missing() -> None:
+    async with World() as world:
+        watch, end = KnownState(), TurnEnded(EndCause.DEADLINE, None)
+        for state, why in (
+            (EngineState.UP, "no room came free for tier batch"),
+            (EngineState.DOWN, "no engine answered"),
+        ):
+            watch.state = state
+            refusal = refusal_for(watch, world.pool, world.policy, end, level=BATCH)  # type: ignore[arg-type]
+            assert refusal.message == f"{why} before the deadline of the request"
 
 
 # -- seen from outside, in virtual time

@@ -21,14 +21,14 @@ from sidecar.cli import main
 from sidecar.errors import TenantLimit
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
-from sidecar.policy.tenant import Account, Limits, Tenant
+from sidecar.policy.tenant import Account, AccountLimits, Limits, Tenant
 from sidecar.pools import Ask, Pool
 from sidecar.pools.base import StoreError
 from sidecar.pools.redis.connection import StoreConnection
 from sidecar.tenants import tenant_usage
 from sidecar.tenants.tenant_usage import MOST_MODELS, OTHER, TenantUsage
 from sidecar.tenants.usage import RedisUsage, usage_connector
-from sidecar.tenants.usage_records import Recorded, Sums, UsageFigures, UsageKey
+from sidecar.tenants.usage_records import Recorded, Sums, UsageCharge, UsageFigures, UsageKey
 from tests.support.examples import examples
 from tests.support.middleware import CHAT, App, answer, chat, key, policy, whole_body, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
@@ -62,16 +62,18 @@ class Ledger:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.entries: dict[UsageKey, UsageFigures] = {}
+        self.charges: list[UsageCharge] = []
         self.parts: dict[object, int] = {}
         self.is_away = self.loses_answers = False
 
-    def add(
+    def add(  # noqa: PLR0917
         self,
         replica: object,
         part: int,
         entries: Sequence[tuple[UsageKey, UsageFigures]],
+        charges: Sequence[UsageCharge],
         day: str,
-        tenants: Sequence[str],
+        accounts: Sequence[str],
     ) -> Recorded:
         if self.is_away:
             raise StoreError("away")
@@ -79,14 +81,13 @@ class Ledger:
             self.parts[replica] = part
             for name, figures in entries:
                 self.entries[name] = self.entries.get(name, UsageFigures(0, 0, 0)).plus(figures)
+            self.charges += charges
         if self.loses_answers:
             raise StoreError("lost")
-        return Recorded(self.clock.now_s, {tenant: self.sums(tenant, day) for tenant in tenants})
+        return Recorded(self.clock.now_s, {account: self.sums(account, day) for account in accounts})
 
-    def sums(self, tenant: str, day: str) -> Sums:
-        mine = [
-            (one.day, fig.input_tokens + fig.output_tokens) for one, fig in self.entries.items() if one.tenant == tenant
-        ]
+    def sums(self, account: str, day: str) -> Sums:
+        mine = [(at, tokens) for at, one, tokens in self.charges if one == account]
         return Sums(sum(t for at, t in mine if at == day), sum(t for at, t in mine if at[:7] == day[:7]))
 
 
@@ -96,8 +97,8 @@ class OfLedger:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    async def add(self, part: int, entries: Any, day: str, tenants: Sequence[str]) -> Recorded:
-        return self._ledger.add(self, part, list(entries), day, tenants)
+    async def add(self, part: int, entries: Any, charges: Any, day: str, accounts: Sequence[str]) -> Recorded:
+        return self._ledger.add(self, part, list(entries), list(charges), day, accounts)
 
     async def use_on(self, day: str) -> Mapping[UsageKey, UsageFigures]:
         if self._ledger.is_away:
@@ -184,7 +185,7 @@ async def count_and_compare(steps: list[tuple[str, int, str, int]]) -> None:
         for one in replicas:
             assert refused(one, named) is None
             await one.flush()
-            budgets = one.budgets(named)
+            budgets = one.budgets(named.account)
             assert (budgets["day"].used, budgets["month"].used) == ledger.sums(tenant, today)
 
 
@@ -201,6 +202,7 @@ PARTS = some.lists(
             ),
             max_size=3,
         ),
+        some.lists(some.integers(0, 2**50), max_size=3),  # what counts in budgets
     ),
     max_size=8,
 )
@@ -218,11 +220,16 @@ async def compare(server: RedisServer, parts: list[Any]) -> None:
     ledger = Ledger(Clock())
     connect = usage_connector(store_address(server.url), "p")
     replicas = [RedisUsage(connect, 62) for _ in range(2)]
-    for at, part, listed in parts:
+    for at, part, listed, charged in parts:
         entries = [(UsageKey(day, who, "normal", model), UsageFigures(1, n, n // 3)) for day, who, model, n in listed]
-        entries = list(dict(entries).items())
-        expected = ledger.add(at, part, entries if part else [], "2026-11-30", ["acme", "bulk", "other"])
-        found = await replicas[at].add(part, entries if part else [], "2026-11-30", ["acme", "bulk", "other"])
+        entries = list(dict(entries).items()) if part else []
+        accounts = [key.tenant + " model a b" * (place % 2) for place, (key, _) in enumerate(entries)]
+        charges = [
+            (key.day, account, tokens) for (key, _), account, tokens in zip(entries, accounts, charged, strict=False)
+        ]
+        asked = "2026-11-30", ["acme", "bulk", "other", "bulk model a b"]
+        expected = ledger.add(at, part, entries, charges, *asked)
+        found = await replicas[at].add(part, entries, charges, *asked)
         assert found.sums == expected.sums
     for day in ("2026-11-29", "2026-11-30", "2026-12-01"):
         assert await replicas[0].use_on(day) == {name: one for name, one in ledger.entries.items() if name.day == day}
@@ -234,7 +241,7 @@ async def test_a_day_of_many_entries_is_read_in_pages(store: RedisServer) -> Non
     records = RedisUsage(usage_connector(store_address(store.url), "p"), 62)
     entries = [(UsageKey("2026-11-30", f"t{n}", "normal", "m"), UsageFigures(1, n, 0)) for n in range(3_000)]
     for part in range(30):
-        await records.add(part + 1, entries[100 * part : 100 * part + 100], "2026-11-30", [])
+        await records.add(part + 1, entries[100 * part : 100 * part + 100], [], "2026-11-30", [])
     assert await records.use_on("2026-11-30") == dict(entries)
     store.command("HSET", "admission:usage:{p}:2026-11-30", "another program's", "1", "a\tb\tc", "x y z")
     assert await records.use_on("2026-11-30") == dict(entries)
@@ -248,17 +255,18 @@ async def test_a_sum_that_someone_spoiled_makes_no_other_tenant_pay_twice(store:
     records = RedisUsage(usage_connector(store_address(store.url), "p"), 62)
     key = f"admission:usage:{{p}}:{period}"
     entries = [(UsageKey("2026-11-30", tenant, "normal", "m"), UsageFigures(1, 5, 2)) for tenant in ("acme", "bulk")]
+    charges = [("2026-11-30", tenant, 7) for tenant in ("acme", "bulk")]
     store.command("HSET", key, "bulk", "a few")
     for _ in range(3):
-        await records.add(1, entries, "2026-11-30", [])
+        await records.add(1, entries, charges, "2026-11-30", [])
     assert await records.use_on("2026-11-30") == dict(entries)
-    assert (await records.add(0, [], "2026-11-30", ["acme", "bulk"])).sums == {"acme": (7, 7), "bulk": (7, 7)}
+    assert (await records.add(0, [], [], "2026-11-30", ["acme", "bulk"])).sums == {"acme": (7, 7), "bulk": (7, 7)}
     store.command("SET", key, "of another type")
     for _ in range(3):
         with pytest.raises(StoreError):
-            await records.add(2, entries, "2026-11-30", ["bulk"])
+            await records.add(2, entries, charges, "2026-11-30", ["bulk"])
     store.command("DEL", key)
-    await records.add(2, entries, "2026-11-30", [])
+    await records.add(2, entries, charges, "2026-11-30", [])
     assert (await records.use_on("2026-11-30"))[entries[0][0]] in (UsageFigures(1, 5, 2), UsageFigures(2, 10, 4))
     await records.close()
 
@@ -350,12 +358,12 @@ async def test_a_budget_of_a_month_outlasts_a_midnight_without_the_store() -> No
         with pytest.raises(StoreError):
             await usage.flush()
     clock.now_s += DAY_S
-    assert usage.budgets(tenant)["month"].used == 12
+    assert usage.budgets(tenant.account)["month"].used == 12
     usage.add("acme", "normal", "m", 3, 0)
     assert refused(usage, tenant) is not None
     ledger.is_away = False
     await usage.flush()
-    assert usage.budgets(tenant)["month"].used == 15
+    assert usage.budgets(tenant.account)["month"].used == 15
     clock.now_s += 2 * DAY_S  # another month
     assert refused(usage, tenant) is None
 
@@ -409,6 +417,32 @@ async def test_a_tenant_over_its_budget_falls_to_the_lower_tier_where_it_has_one
     assert (lower.tier, lower.accounts, lower.downgrade) == (3, (), None)
     with pytest.raises(TenantLimit):  # where the lower tier could never hold it, it is over its limit
         usage.within(Ask(2, "acme", 1, 10**9, 1), tenant, pool)
+
+
+async def test_a_budget_at_a_model_counts_beside_the_tenants_own_on_every_replica() -> None:
+    ledger = Ledger(Clock())
+    one, other = usage_of(ledger), usage_of(ledger)
+    limits = Limits(tokens_per_day=100, models={"m": AccountLimits(tokens_per_day=30, tokens_per_month=1000)})
+    tenant = Tenant(name="acme", level=2, max_level=1, limits=limits)
+    at_model = tenant.account_at("m")
+    assert at_model is not None
+    assert (tenant.account_at("other"), one.used_up(tenant, [at_model])) == (None, None)
+    assert other.used_up(tenant, [at_model]) is None
+    one.add("acme", "normal", "m", 5, 5, 40, [at_model])  # by its weights
+    for usage in (one, other):
+        await usage.flush()
+        over = usage.used_up(tenant, [at_model])
+        assert over is not None
+        assert "tenant acme (model m) has used 40 tokens of its 30 per day" in over.message
+        assert (usage.used_up(tenant), usage.budgets(tenant.account)["day"].used) == (None, 40)
+        assert usage.budgets(at_model)["month"].used == 40
+    other.add("acme", "normal", "other", 30, 30)
+    await other.flush()
+    await one.flush()
+    over = one.used_up(tenant, [at_model])
+    assert over is not None
+    assert "tenant acme has used 100 tokens of its 100 per day" in over.message
+    assert list(ledger.entries.values()) == [UsageFigures(1, 5, 5), UsageFigures(1, 30, 30)]
 
 
 async def test_names_that_clients_make_up_are_counted_together() -> None:

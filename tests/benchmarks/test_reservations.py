@@ -14,7 +14,7 @@ from benchmarks.reservations.__main__ import MODES, Case, case, missed, recovery
 from benchmarks.reservations.engine import Hardware
 from benchmarks.reservations.runs import play
 from benchmarks.reservations.traces import CODE, CONV, MOONCAKE, Asked, asked, max_tokens_of
-from sidecar.lengths.overlap import peak
+from sidecar.lengths.overlap import peak_tokens
 
 pytestmark = pytest.mark.long
 
@@ -40,7 +40,7 @@ def test_a_seed_turns_the_trace_and_keeps_its_order(requests: list[Asked]) -> No
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=12))
 def test_the_products_peak_is_the_literal_one(pairs: list[tuple[int, int]]) -> None:
-    assert peak(pairs) == literal.peak(pairs)
+    assert peak_tokens((used, remaining, 1) for used, remaining in pairs) == literal.peak(pairs)
 
 
 @pytest.mark.parametrize(("learn", "q"), [("off", None), ("cautious", 0.95), ("full", 0.9)])

@@ -236,6 +236,19 @@ def test_the_tenants_own_limits_are_explained(policy: Path, capsys: pytest.Captu
     )
 
 
+def test_the_count_of_weighted_tokens_is_explained(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (policy / "policy.yaml").write_text(POOL + "cost: {input: 2, output: 4}\n")
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--key", KEY)
+    holds = found["holds"]
+    counted = holds["prompt_tokens"] * 2 + holds["output_tokens"] * 4
+    assert (code, holds["counts"]) == (0, {"tokens": counted, "cost": "input 2, cached 2, output 4"})
+    assert holds["tokens"] == holds["prompt_tokens"] + holds["output_tokens"]
+    line = (
+        f"in its tenant's limits it counts for {counted:,} until its usage is known (cost: input 2, cached 2, output 4)"
+    )
+    assert line in capsys.readouterr().out
+
+
 def test_what_cannot_be_read_is_named(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(policy / "none.yaml"), "--path", "/x"]) == 1
     assert "there is no such file" in capsys.readouterr().err

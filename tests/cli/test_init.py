@@ -29,7 +29,7 @@ from sidecar.cli.init_engines import engine_names
 from sidecar.engines.registry import ENGINES
 from sidecar.policy.choices import Mode
 from sidecar.policy.compiler import load_files, shipped_policies
-from sidecar.policy.keys import hash_line
+from sidecar.policy.tenant_keys import hash_line
 from sidecar.policy.warnings import warnings
 from tests.support.commands import address, command
 from tests.support.in_process import emulated_engine, ran, served_sidecar

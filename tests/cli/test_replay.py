@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar import AdmissionMiddleware
 from sidecar.cli import main
 from sidecar.engines import Engine
-from sidecar.policy.keys import hash_line
+from sidecar.policy.tenant_keys import hash_line
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.tools.emulator.config import Scheduling
 from tests.support.serving import serving

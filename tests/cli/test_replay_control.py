@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.policy.keys import hash_line
+from sidecar.policy.tenant_keys import hash_line
 from tests.support.commands import command
 from tests.support.in_process import emulated_engine, ran, served_sidecar
 

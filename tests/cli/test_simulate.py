@@ -116,6 +116,17 @@ def played(folder: Path, name: str, by: Assign = Assign.REQUEST, patience_us: in
         return policy, play(offered, stage, ProductAdmission(policy, stage), patience_us)
 
 
+def test_tenants_take_turns_by_the_cost_of_tokens(folder: Path) -> None:
+    path, found = folder / "half" / "policy.yaml", []
+    for cost in ("", "cost: {}\n", "cost: {input: 0, output: 1000}\n"):
+        path.write_text(path.read_text() + cost)
+        _, run = played(folder, "half", Assign.TENANT)
+        found.append([one.first_us for one in run.offered])
+        path.write_text(path.read_text().removesuffix(cost))
+    plain, of_ones, by_output = found
+    assert plain == of_ones != by_output
+
+
 @pytest.mark.parametrize("name", ["now", "planned"])
 def test_gain_and_objectives_are_those_of_a_literal_computation(folder: Path, name: str) -> None:
     policy, run = played(folder, name)
@@ -369,6 +380,11 @@ def test_keys_that_no_run_uses_are_named(folder: Path, capsys: pytest.CaptureFix
         (("60%", "50%"), ("--scale", "0.001"), "no request had to wait, so nothing decides who is first; try a higher"),
         (("60%", "10%"), (), "no request met what they differ in: tiers.high.reserve"),
         (("batch: {", "batch: {limit: 99%, "), (), None),
+        (
+            ("batch: {", "batch: {hours: {sat UTC: {limit: 10%}}, "),
+            (),
+            "they differ in hours alone, which no run uses",
+        ),
         (("{tokens", "{learn: full, tokens"), (), None),
         (("engine: vllm", "order: gain\nengine: vllm"), ("--order", "level"), "their files say the same"),
     ],

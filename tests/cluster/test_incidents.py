@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from sidecar.policy.keys import hash_line
+from sidecar.policy.tenant_keys import hash_line
 from tests.cluster.replicas import CHAT, address, started
 
 pytestmark = pytest.mark.anyio

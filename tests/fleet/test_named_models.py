@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from sidecar.app import AdmissionMiddleware
+from sidecar.policy.compiler import load
 from tests.fleet.named_engine import NamedEngine
 from tests.support.in_process import serving_sidecar
 from tests.support.late import anthropic, openai
@@ -213,6 +214,19 @@ async def test_a_tenant_that_a_gateway_names_is_bound_alike(each_way: Stack) -> 
     assert (status, [one["id"] for one in json.loads(listed)["data"]]) == (200, ["llama-70b", "my-lora"])
 
 
+async def test_a_tenant_that_the_app_names_is_bound_alike(tmp_path: Path) -> None:
+    engine = NamedEngine("llama-70b", "qwen")
+    policy = str(write(tmp_path, "capacity: {tokens: 20k, requests: 8}"))
+    async with serving(AdmissionMiddleware(engine, policy, tenant=lambda _: "t1")) as served:
+        running, body = Stack(served.url, [engine]), json.dumps({"model": "qwen", "messages": HELLO}).encode()
+        assert (await running.send("POST", "/v1/chat/completions", None, body))[0] == 404
+        assert (await running.send("POST", "/tokenize", None, body))[0] == 404
+        assert [one["id"] for one in json.loads((await running.send("GET", "/v1/models", None))[2])["data"]] == [
+            "llama-70b"
+        ]
+        assert running.asked() == []
+
+
 async def test_its_own_page_names_no_pool_that_a_tenant_may_not_use(tmp_path: Path) -> None:
     async with stack(tmp_path, MODELS) as running:
         for key, models in ((ALL, ["llama-70b", "qwen"]), (LLAMA_ONLY, ["llama-70b"]), (ALIAS_ONLY, ["gpt-4o"])):
@@ -331,6 +345,27 @@ async def test_an_alias_of_a_model_that_is_not_there_is_the_engines_404_in_the_c
     status, _, body = await one.send("POST", "/tokenize", LLAMA_ONLY, b'{"model": "gone-x"}')
     assert (status, json.loads(body)["error"]["message"]) == (404, "The model `gone-x` does not exist.")
     assert b"gone" not in (await one.send("GET", "/v1/models", ALL))[2]
+
+
+async def test_a_reload_changes_models_and_aliases(tmp_path: Path) -> None:
+    engine = NamedEngine("llama-70b", "qwen")
+    app = AdmissionMiddleware(engine, str(write(tmp_path, "capacity: {tokens: 20k, requests: 8}")))
+    async with serving(app) as served:
+        running = Stack(served.url, [engine])
+        assert (await running.chat("gpt-4o", ALIAS_ONLY))[0] == 200
+        policy, file = tmp_path / "policy.yaml", tmp_path / "tenants" / "2.yaml"
+        policy.write_text("".join(line for line in policy.read_text().splitlines(True) if "aliases" not in line))
+        file.write_text(file.read_text().replace("gpt-4o", "qwen"))
+        app.controller.change_policy(load(policy))
+        assert (await running.chat("gpt-4o", ALL))[1]["error"]["message"] == "The model `gpt-4o` does not exist."
+        assert [(await running.chat(name, ALIAS_ONLY))[0] for name in ("gpt-4o", "qwen")] == [404, 200]
+        listed = json.loads((await running.send("GET", "/v1/models", ALIAS_ONLY))[2])
+        assert [one["id"] for one in listed["data"]] == ["qwen"]
+        for each in (tmp_path / "tenants").iterdir():
+            each.write_text("".join(line for line in each.read_text().splitlines(True) if "models" not in line))
+        app.controller.change_policy(load(policy))
+        listed = json.loads((await running.send("GET", "/v1/models", None))[2])
+        assert [one["id"] for one in listed["data"]] == ["llama-70b", "qwen"]  # the engine's own answer, as before
 
 
 async def test_a_body_in_chunks_is_renamed(each_way: Stack) -> None:

@@ -22,13 +22,14 @@ from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import TenantKey, digest
 from sidecar.policy.tier import Tier
 from tests.support.each import each
 
 TIERS = ("critical", "high", "normal", "low", "batch")
 CRITICAL, HIGH, NORMAL, LOW, BATCH = range(5)
 KEY = b"sk-very-secret"
-ACME = Tenant(name="acme", level=NORMAL, max_level=HIGH)
+ACME = Tenant(name="acme", keys=(TenantKey(digest(KEY)),), level=NORMAL, max_level=HIGH)
 ROOT = Tenant(name="root", level=NORMAL, max_level=CRITICAL)
 ANONYMOUS = Tenant(name="anonymous", level=LOW, max_level=LOW)
 CHAT = Endpoint(path="/v1/chat/completions", api=Api.CHAT)
@@ -46,7 +47,7 @@ def policy_of(
         rules=pool_rules(tokens=1000, requests=10, tiers=tuple(Shares(name, Fraction(0)) for name in tiers)),
         tiers=tuple(Tier(name=name, level=level) for level, name in enumerate(tiers)),
         endpoints={CHAT.path: CHAT},
-        tenants={hashlib.sha256(KEY).hexdigest(): ACME},
+        named={ACME.name: ACME},
         anonymous=ANONYMOUS,
         default_level=min(2, len(tiers) - 1),
         sources=sources,

@@ -65,7 +65,7 @@ class LedgerPlayer:
             calls.Bid(
                 self.made, self.names[ticket.tier], ticket.tenant, ticket.tokens, ticket.requests, ticket.prompt,
                 ticket.weight, dict(ticket.hits), sorted(ticket.barred), now - ticket.arrived_us, ticket.number,
-                ticket.gain, ticket.has_returned, None, ticket.user,
+                ticket.gain, ticket.has_returned, None, ticket.user, ticket.cost,
             )
         )  # fmt: skip
 

@@ -25,6 +25,9 @@ EACH = (60, 600, 3, 60_000_000)
 AT_ONCE = (None, None, 2, 60_000_000)
 TENANTS = ("a", "b", 'an "odd" \\ one\n')
 ACCOUNTS = (*TENANTS, "a model llama/70b")
+USERS = ("a user 1", "a user 2", "a user 3")
+KEPT = 2
+"""So many of the accounts of `USERS` are kept."""
 
 
 @pytest.fixture
@@ -55,7 +58,10 @@ class Replica:
     ) -> list[Metered]:
         """The questions about one request."""
         self.asked += 1
-        return [Metered(self.asked, account, tokens, charges, *limits) for account, limits in accounts.items()]
+        return [
+            Metered(self.asked, account, tokens, charges, *limits, KEPT if account in USERS else 0)
+            for account, limits in accounts.items()
+        ]
 
 
 # -- the same bytes
@@ -64,7 +70,7 @@ class Replica:
 def play(ledger: Any, seed: int, steps: int = 120) -> int:
     """Random calls of three replicas. Returns how many requests were refused."""
     luck, now, refused = random.Random(seed), 10**6, 0
-    limits = {account: random_limits(luck) for account in ACCOUNTS}
+    limits = {account: random_limits(luck) for account in (*ACCOUNTS, *USERS)}
     replicas = [Replica(ledger, who) for who in ("x", "y", "z")]
     charged: dict[str, list[Any]] = {replica.who: [] for replica in replicas}
     last: dict[str, list[Metered]] = {}
@@ -72,7 +78,7 @@ def play(ledger: Any, seed: int, steps: int = 120) -> int:
         now += luck.choice([0, 1, 999, 100_000, 1_000_000, 1_800_000])
         replica = luck.choice(replicas)
         if luck.random() < 0.1:
-            limits[luck.choice(ACCOUNTS)] = random_limits(luck)
+            limits[luck.choice([*limits])] = random_limits(luck)
         own = charged[replica.who]
         before = last.get(replica.who, [])
         repeated = {it.number for it in before[: luck.randrange(3)]}
@@ -81,7 +87,7 @@ def play(ledger: Any, seed: int, steps: int = 120) -> int:
             metered
             for _ in range(luck.randrange(4))
             for metered in replica.ask_of(
-                {account: limits[account] for account in luck.sample(ACCOUNTS, luck.choice([1, 1, 2, 3]))},
+                {account: limits[account] for account in random_accounts(luck)},
                 luck.choice([0, 1, 10, 100, 10**9]),
                 charges=luck.random() < 0.8,
             )
@@ -101,6 +107,8 @@ def play(ledger: Any, seed: int, steps: int = 120) -> int:
             ],
         }  # fmt: skip
         is_statement = luck.random() < 0.05
+        if is_statement and luck.random() < 0.7:
+            replica.call(now, "ask")  # the answer of the last call was lost
         if luck.random() < 0.02:
             replica.call(now, "bye")
         reply = replica.call(now, "state" if is_statement else "call", **fields)
@@ -121,6 +129,11 @@ def play_some(stored: StoredLedger, programs: int) -> int:
         stored.client.flushdb()
         refused += play(Both(stored), seed)
     return refused
+
+
+def random_accounts(luck: random.Random) -> list[str]:
+    """Those of one request: a request has one user."""
+    return luck.sample(ACCOUNTS, luck.choice([1, 1, 2, 3])) + luck.sample(USERS, luck.choice([0, 1]))
 
 
 def random_limits(luck: random.Random) -> tuple[Any, ...]:
@@ -179,6 +192,7 @@ def test_both_ledgers_give_the_same_bytes_for_long(stored: StoredLedger) -> None
         ("if is_statement then forgotten[who] = true end", ""),
         ("{}, charges and not is_over", "{}, charges"),
         ("if known[verdict[1]] then settle(verdict[2], 0, true, false) end", ""),
+        ("tonumber(last[2] or 0) + 1", "now"),
     ),
 )
 def test_another_law_is_noticed(rule: tuple[str, str], stored: StoredLedger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +243,8 @@ def test_a_request_is_charged_to_all_of_its_accounts_or_to_none(ledger: Any) -> 
     assert verdicts(first) == [None, None, None, Limit.TOKENS, None]
     assert [verdict.charge is None for verdict in first.verdicts] == [False, False, True, True, False]
     assert [grant.bid for grant in first.grants] == [11, 13]
-    again = x.call(2_000, "state", metered=asked[:2])  # the answer got lost, and the client of the third left
+    x.call(2_000, "ask")  # the answer got lost, and the client of the third left
+    again = x.call(2_000, "state", metered=asked[:2])
     assert again.verdicts == first.verdicts[:2]
     lefts = [verdict.tokens for verdict in y.call(2_000, metered=y.ask_of(both, 0, charges=False)).verdicts]
     assert lefts == [(540, 6_000_000), (40, 36_000_000)]
@@ -261,9 +276,17 @@ def test_a_request_without_an_answer_is_charged_once(ledger: Any) -> None:
     x, y = joined(ledger, "x", "y")
     asked = [x.ask(EACH, 300), x.ask(EACH, 100)]
     first = x.call(2_000, metered=asked)  # the answer gets lost, and the client of the second leaves
+    x.call(2_000, "ask")
     again = x.call(2_000, "state", metered=asked[:1])
     assert again.verdicts == first.verdicts[:1]
     (verdict,) = y.call(2_000, metered=[y.ask(EACH, 0, charges=False)]).verdicts
+    assert verdict.tokens == (300, 30_000_000)
+
+
+def test_a_replica_with_other_rules_keeps_the_charges_that_it_knows(ledger: Any) -> None:
+    (x,) = joined(ledger, "x")
+    x.call(2_000, metered=[x.ask(EACH, 300)])
+    (verdict,) = x.call(2_000, "state", replaces=True, metered=[x.ask(EACH, 0, charges=False)]).verdicts
     assert verdict.tokens == (300, 30_000_000)
 
 

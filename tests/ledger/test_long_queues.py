@@ -100,3 +100,15 @@ def test_who_is_put_behind_what_costs_nothing_stays_where_it_is() -> None:
         queue.add(Ticket(tenant, 0, tenant, 5, number=number))
     queue.put_behind("a")
     assert queue.next().id == "a"  # type: ignore[union-attr]
+
+
+def test_one_that_is_shown_before_its_users_first_has_a_place_and_the_first_comes_after_it() -> None:
+    queue, tickets = FairQueue(), [Ticket(f"{n}", 0, "a", 5, number=n, user="u") for n in range(3)]
+    for ticket in tickets:
+        queue.add(ticket)
+    queue.show(tickets[1])
+    assert [ticket.place for ticket in tickets[:2]] == [10, 5]
+    queue.pass_time("a", 5)
+    queue.give_back(tickets[1])
+    queue.take_back(tickets[1])
+    assert [ticket for ticket in tickets if ticket in queue] == tickets

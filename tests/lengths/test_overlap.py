@@ -8,11 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sidecar.lengths.overlap import STALE_SHARE, WHOLE, Overlap, peak, peak_tokens
+from sidecar.lengths.overlap import STALE_SHARE, WHOLE, Overlap, peak_tokens
 from tests.lengths import literal
 from tests.support.examples import examples
 
 PAIRS = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200)), max_size=12)
+
+
+def peak(pairs: list[tuple[int, int]]) -> int:
+    """Peak of leases of one sequence each."""
+    return peak_tokens((used, remaining, 1) for used, remaining in pairs)
 
 
 @given(PAIRS)

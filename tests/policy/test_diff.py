@@ -14,7 +14,6 @@ from sidecar.policy.compiler import load
 from sidecar.policy.diff import MOST_NAMED, describe_changes, differences, needs_restart
 from sidecar.policy.fleet import ModelAlias
 from sidecar.policy.model import Policy
-from sidecar.policy.tenant import Tenant
 from tests.support.each import each
 from tests.support.middleware import policy, write_policy
 
@@ -80,6 +79,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("engine: none", "engine: none\ntier_header: x-tier", "tier_header x-priority -> x-tier"),
         ("{reserve: 20%}", "{reserve: 20%, timeouts: {total: 1h}}", "tier high timeouts total 4h -> 1h"),
         ("engine: none", 'engine: none\ncors: {origins: ["*"]}', "cors none -> *"),
+        ("engine: none", "engine: none\ncost: {output: 4}", "cost none -> input 1, cached 1, output 4"),
     ],
 )
 def test_a_difference_of_the_pool_is_reported_as_it_is_written(
@@ -106,6 +106,10 @@ BETA = ACME.replace("acme", "beta").format(keys=f"{key(2)}, {key(3)}")
             ["tenant acme limits tokens_per_minute none -> 200,000", "tenant acme limits burst 1m -> 10s"],
         ),
         (
+            {"acme": ACME.format(keys=key(1)) + "limits: {models: {llama: {tokens_per_minute: 5}}}\n"},
+            ["tenant acme limits models llama added"],
+        ),
+        (
             {"acme": ACME.replace(": batch", ": high").format(keys=key(1)) + "over_limit: {downgrade: batch}\n"},
             ["tenant acme tier batch -> high", "tenant acme over_limit reject -> batch"],
         ),
@@ -114,6 +118,14 @@ BETA = ACME.replace("acme", "beta").format(keys=f"{key(2)}, {key(3)}")
 def test_a_difference_of_a_tenant_names_it_and_no_key(tmp_path: Path, after: Any, said: list[str]) -> None:
     found = differences(written(tmp_path / "before"), written(tmp_path / "after", **after))
     assert found == said
+
+
+def test_a_limit_at_a_model_changes_by_itself(tmp_path: Path) -> None:
+    limits = "limits: {models: {llama: {tokens_per_minute: %d}}}\n"
+    before, after = (
+        written(tmp_path / str(most), acme=ACME.format(keys=key(1)) + limits % most) for most in (500, 6000)
+    )
+    assert differences(before, after) == ["tenant acme limits models llama tokens_per_minute 500 -> 6,000"]
 
 
 def test_endpoints_that_came_went_and_changed() -> None:
@@ -265,10 +277,8 @@ def changed(before: Policy, name: str, folder: Path) -> Policy:
         return replace(before, rules=replace(value, tokens=value.tokens + 1))
     if name == "tiers":
         return replace(before, tiers=(replace(value[0], default_output_tokens=7), *value[1:]))
-    if name in ("endpoints", "tenants"):
+    if name in ("endpoints", "named"):
         return replace(before, **{name: dict(list(value.items())[1:])})
-    if name == "keyless":
-        return replace(before, keyless=(Tenant(name="keyless", level=0, max_level=0),))
     levels = {"engine_levels": ((10.0, 0),), "service_tiers": (("priority", 0),)}
     if name == "sources" or name in levels:
         return replace(before, **{name: levels.get(name, value[:1])})

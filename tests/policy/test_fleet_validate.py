@@ -246,7 +246,7 @@ def test_a_pool_has_a_bounded_number_of_engines(tmp_path: Path) -> None:
     [
         ("{}", "models: not a mapping with something in it; write {llama-70b: {engines: [a, b]}}"),
         ("[m]", "models: not a mapping with something in it; write {llama-70b: {engines: [a, b]}}"),
-        ("{m: [a]}", "models.m: a list where a mapping belongs; write a mapping with engines, aliases"),
+        ("{m: [a]}", "models.m: a list where a mapping belongs; write a mapping with engines, aliases, cost"),
         (
             "{'m m': {}}",
             'models.m m: "m m" is not a model\'s name; '

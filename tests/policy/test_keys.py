@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hashlib
 
-from sidecar.policy.keys import digest, hash_line, new_key, read_hash
+from sidecar.policy.tenant_keys import digest, hash_line, new_key, read_hash
 
 
 def test_a_new_key_is_long_and_never_the_same() -> None:

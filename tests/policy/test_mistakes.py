@@ -9,7 +9,7 @@ import pytest
 from tests.policy.files import SMALL, mistakes, pool, tenant
 from tests.support.each import each
 
-HASH = "sha256:" + "0" * 64
+HASH, OTHER = (f"sha256:{digit * 64}" for digit in "01")
 
 
 @each(
@@ -26,6 +26,12 @@ HASH = "sha256:" + "0" * 64
         ("anonymous: everyone", 'anonymous: "everyone" is no tier; write one of high, normal, batch, deny'),
         ("sources: [header, boddy]", 'sources[1]: "boddy" is no source; did you mean "body"?'),
         ("sources: [body, body]", "sources: body is listed twice; keep its first place"),
+        ("cost: {output: 1001}", 'cost.output: "1001" is not a weight of tokens; write a number from 0 to 1000'),
+        ("cost: {input: -1}", 'cost.input: "-1" is not a weight of tokens; write a number such as 0.1'),
+        ("cost: {cached: 1e3}", 'cost.cached: "1e3" is not a weight of tokens; write a number such as 0.1'),
+        ("cost: {cached: 0.1234}", 'cost.cached: "0.1234" has more than three decimals; write a number such as 0.125'),
+        ("cost: {chached: 0.1}", 'cost.chached: no such key; did you mean "cached"?'),
+        ("cost: 4", "cost: a single value where a mapping belongs; write a mapping with input, cached, output"),
         ("sources: []", "sources: not a list with something in it; write [body, header, endpoint, key]"),
         (
             "sources: [engine]",
@@ -211,6 +217,14 @@ def test_an_engine_is_not_asked_to_read_what_it_cannot(tmp_path: Path, engine: s
         ("tier: normal, max_tier: batch", "max_tier: less important than its tier normal; write normal or a more "),
         ("tier: normal, over_limit: {downgrade: high}", "over_limit: not less important than its tier normal; write a"),
         ("tier: normal, over_limit: refuse", 'over_limit: "refuse" is not what can be done; write reject or {downgrad'),
+        (
+            "tier: normal, limits: {models: {m: {max_output_tokens: 5}}}",
+            "limits.models.m.max_output_tokens: no such key; ",
+        ),
+        (
+            "tier: normal, limits: {models: {}}",
+            "limits.models: not a mapping with something in it; write {llama-70b: {tokens_per_minute: 50k}}",
+        ),
         ("tier: normal, limits: {requests_per_second: 5}", "limits.requests_per_second: no such key; did you mean "),
         ("", "tier: missing; write tier: normal"),
     ],
@@ -248,6 +262,49 @@ def test_two_tenants_may_share_neither_a_name_nor_a_key(tmp_path: Path) -> None:
         f'tenants/two.yaml:1: tenant: "acme" is also the tenant of {first}; write another name',
         f"tenants/two.yaml:3: keys[0]: this key is also at {first}:3; give every tenant keys of its own",
     ] == mistakes(tmp_path)
+
+
+@each(
+    ("entries", "said"),
+    [
+        (
+            f"[{{hash: {HASH}, name: ci}}, {{hash: {OTHER}, name: ci}}]",
+            'keys: two keys are called "ci"; give each a name',
+        ),
+        (
+            f"[{HASH}, {{hash: {HASH}, name: ci}}]",
+            "keys[1]: this key is also at tenants/a.yaml:3; give every tenant keys",
+        ),
+        (f"[{{hash: {HASH}, tier: high}}]", "max_tier: less important than high, the tier of key sha256:"),
+        (f"[{{hash: {HASH}, tier: hihg}}]", 'keys[0].tier: "hihg" is no tier; did you mean "high"?'),
+        (
+            f"[{{hash: {HASH}, expires: 2027-02-30}}]",
+            'keys[0].expires: "2027-02-30" is no day, and no time with its zone',
+        ),
+        (
+            f"[{{hash: {HASH}, expires: 2027-01-31T18:00:00}}]",
+            'keys[0].expires: "2027-01-31T18:00:00" is no day, and no',
+        ),
+        (f"[{{hash: {HASH}, expires: 9999-12-31}}]", 'keys[0].expires: "9999-12-31" is no day, and no time'),
+        (f'[{{hash: {HASH}, expires: "0001-01-01T00:00+14:00"}}]', "keys[0].expires: "),
+        (f'[{{hash: {HASH}, expires: "9999-12-31T23:00-14:00"}}]', "keys[0].expires: "),
+        (f"[{{hash: {HASH}, expires: 1800000000}}]", "keys[0].expires: 1800000000 is not a day; put it in quotes"),
+        (f'[{{hash: {HASH}, name: "ci\\nx"}}]', "keys[0].name: "),
+        (
+            f"[{{hash: {HASH}, name: sk-secret-123456}}]",
+            "keys[0].name: looks like a key, and logs show names; write one",
+        ),
+        ("[{hash: sk-secret-123}]", "keys[0].hash: not the hash of a key; run `sidecar keys hash`"),
+        ("[{name: ci}]", 'keys[0].hash: missing; write hash: "sha256:..."'),
+        (f"[{{hash: {HASH}, expire: 2027-01-31}}]", 'keys[0].expire: no such key; did you mean "expires"?'),
+    ],
+)
+def test_a_wrong_key_says_what_would_be_right_and_shows_no_key(tmp_path: Path, entries: str, said: str) -> None:
+    pool(tmp_path, f"{SMALL}tenants: tenants/*.yaml\n")
+    tenant(tmp_path, "a", f"tenant: a\ntier: normal\nkeys: {entries}\n")
+    (message,) = mistakes(tmp_path)
+    assert message.removeprefix("tenants/a.yaml:3: ").removeprefix("tenants/a.yaml:1: ").startswith(said)
+    assert "secret" not in message
 
 
 def test_no_tenant_may_be_called_anonymous(tmp_path: Path) -> None:

@@ -282,10 +282,17 @@ def test_a_pool_whose_size_the_engine_says_is_judged_in_shares(tmp_path: Path) -
     assert "one of 95% of the pool held a minute keeps normal from its next turn for 18 minutes" in said
 
 
-def _of_limits(folder: Path, lines: str) -> list[str]:
+MODELS = """\
+engines: {static: [{name: a, url: http://a}], capacity: {tokens: 1000}}
+models: {llama: {cost: {output: 5}}}
+"""
+
+
+def _of_limits(folder: Path, lines: str, more: str = "") -> list[str]:
+    size = "" if "engines" in more else "capacity: {tokens: 1000}\n"
     pool(
         folder,
-        "engine: vllm\ncapacity: {tokens: 1000}\ntiers: {normal: {}, low: {reserve: 20%}}\ntenants: tenants/*.yaml\n"
+        f"engine: vllm\n{size}tiers: {{normal: {{}}, low: {{reserve: 20%}}}}\ntenants: tenants/*.yaml\n{more}"
         + SOURCES,
     )
     tenant(folder, "a", f"tenant: acme\nkeys: [{HASH}]\ntier: normal\n{lines}\n")
@@ -299,6 +306,30 @@ def test_a_limit_that_lets_no_ordinary_request_through_is_said_with_its_line(tmp
         f"{tmp_path}/tenants/a.yaml:4: tenants.acme.limits.tokens_per_minute: lets 100 tokens through"
     )
     assert "counts for 512 and its prompt" in said
+
+
+def test_a_limit_is_compared_with_what_requests_count_for(tmp_path: Path) -> None:
+    limits = "limits: {tokens_per_minute: 2000}"
+    assert _of_limits(tmp_path, limits) == []
+    (said,) = _of_limits(tmp_path, limits, "cost: {output: 4}\n")
+    assert "counts for 2,048 and its prompt" in said
+    assert _of_limits(tmp_path, limits, "cost: {input: 0, output: 0.5}\n") == []
+
+
+def test_a_limit_at_a_model_that_there_is_not(tmp_path: Path) -> None:
+    (said,) = _of_limits(tmp_path, "limits: {models: {lama: {tokens_per_minute: 50k}}}")
+    assert "tenants.acme.limits.models.lama: limits nothing: the pool's file has no model of this name" in said
+    (said,) = _of_limits(tmp_path, "limits: {models: {lama: {tokens_per_minute: 50k}}}", MODELS)
+    assert said.endswith('did you mean "llama"?')
+    (said,) = _of_limits(tmp_path, "limits: {models: {llama: {tokens_per_minute: 2000}}}", MODELS)
+    assert "tenants.acme.limits.models.llama.tokens_per_minute: lets 2,000 tokens through" in said
+    assert "counts for 2,560 and its prompt" in said
+    assert (
+        _of_limits(
+            tmp_path, "limits: {models: {llama: {requests_per_minute: 1}}}\nover_limit: {downgrade: low}", MODELS
+        )
+        == []
+    )
 
 
 def test_limits_that_let_requests_through_are_worth_no_warning(tmp_path: Path) -> None:

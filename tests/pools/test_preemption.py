@@ -308,3 +308,27 @@ async def test_a_burst_takes_room_for_every_sequence_of_its_requests(harness: Ha
     await harness.quiet(pool)
     await until(lambda: len(chosen) == 12, what="as many sequences as three bursts take")
     assert sorted(chosen) == list(range(28, 40))
+
+
+async def test_one_that_rises_is_preempted_no_more_often_than_another(harness: Harness) -> None:
+    clock = Clock()
+    tiers = (
+        Shares("high", preempt_after_us=1_000_000),
+        *(Shares(name, preemptible=True) for name in ("normal", "low")),
+    )
+    pool = await harness.pool(policy_of(pool_rules(tokens=100, requests=None, tiers=tiers, max_preemptions=1)), clock)
+    victim = await enter(pool, 2, 100)
+    first = await enter(pool, HIGH, 100)
+    await wait_for_preemption(harness, pool, clock)
+    assert victim.reported == 1
+    again = victim.lease.requeue()
+    await harness.quiet(pool)
+    assert pool.rise(victim.lease, 1)
+    first.lease.settle()
+    await asyncio.wait_for(again, 60)
+    second = await enter(pool, HIGH, 100)
+    await wait_for_preemption(harness, pool, clock)
+    assert victim.reported == 1
+    victim.lease.settle()
+    await harness.quiet(pool)
+    assert second.lease.grant is not None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
-from sidecar.pools import Lease, Pool
+from sidecar.policy.cost import RequestCost, TokenCost
+from sidecar.pools import Ask, Lease, Pool
 from tests.pools.harness import Clock, Harness, ask, simple
 from tests.pools.load import beat
 from tests.pools.scripted_link import Replicas
@@ -102,3 +106,87 @@ async def test_charges_travel_together_and_a_lost_store_hears_of_them_once_it_is
     told = [sum(it.tokens for it in call.charges) for call in link.calls if call.kind == "state"]
     assert told[-1] == 70
     assert pool._member.due_us() is not None
+
+
+# -- weights
+
+
+DEAR = TokenCost(1000, 1000, 4000)
+
+
+def costing(tenant: str, tokens: int = 100, prompt: int = 0, weights: TokenCost = DEAR) -> Ask:
+    return msgspec.structs.replace(ask(tokens=tokens, tenant=tenant), cost=RequestCost(weights, prompt))
+
+
+async def entered_at_cost(harness: Harness, pool: Pool, *names: str, **more: Any) -> dict[str, Lease]:
+    """Requests of `a` have a cost; those of others count as they are."""
+    leases = {}
+    for name in names:
+        leases[name] = await pool.enter(costing(name[0], **more) if name[0] == "a" else ask(tokens=100, tenant=name[0]))
+        await harness.quiet(pool)
+    return leases
+
+
+async def test_turns_are_by_cost_and_what_a_lease_holds_is_not(harness: Harness) -> None:
+    pool = await opened(harness)
+    running = (await entered(harness, pool, "x"))["x"]
+    waiting = await entered_at_cost(harness, pool, "a1", "b1", "a2", "b2", "b3", "b4", "b5")
+    order = []
+    while waiting:
+        assert (running.ask.tokens, pool.state()["leases"]) == (100, 1)
+        running.settle()  # the estimate stands
+        await harness.quiet(pool)
+        (name,) = [name for name, lease in waiting.items() if lease.grant is not None]
+        order.append(name)
+        running = waiting.pop(name)
+    running.settle()
+    await harness.quiet(pool)
+    assert order == ["a1", "b1", "b2", "b3", "b4", "a2", "b5"]
+
+
+@pytest.mark.parametrize(
+    ("used", "order"),
+    [
+        (None, ["b1", "b2", "b3", "b4", "a2", "b5"]),  # not known: the estimate of 400 stands
+        (100, ["b1", "a2", "b2", "b3", "b4", "b5"]),
+        (0, ["b1", "a2", "b2", "b3", "b4", "b5"]),
+        (2**50, ["b1", "b2", "b3", "b4", "a2", "b5"]),  # no lease uses more than it may at its dearest: 400
+    ],
+)
+async def test_a_lease_is_charged_for_what_it_used_when_it_ends(
+    harness: Harness, used: int | None, order: list[str]
+) -> None:
+    pool = await opened(harness)
+    running = (await entered(harness, pool, "x"))["x"]
+    waiting = await entered_at_cost(harness, pool, "a1", "b1", "a2", "b2", "b3", "b4", "b5")
+    running.settle()
+    await harness.quiet(pool)
+    running = waiting.pop("a1")
+    assert running.grant is not None
+    running.settle(used)
+    await harness.quiet(pool)
+    (first,) = [name for name, lease in waiting.items() if lease.grant is not None]
+    assert [first, *await order_of(harness, pool, waiting, waiting.pop(first))] == order
+
+
+async def test_what_was_never_charged_is_not_given_back(harness: Harness) -> None:
+    """The first two enter while no one waits."""
+    pool = await harness.pool(simple(tokens=200), Clock())
+    (uncharged, other) = (await entered_at_cost(harness, pool, "a0", "x")).values()
+    waiting = await entered_at_cost(harness, pool, "a1", "b1", "a2", "b2", "b3")
+    other.settle()
+    await harness.quiet(pool)
+    charged = waiting.pop("a1")
+    assert charged.grant is not None
+    uncharged.settle(1)
+    await harness.quiet(pool)
+    assert waiting.pop("b1").grant is not None
+    assert await order_of(harness, pool, waiting, charged) == ["b2", "b3", "a2"]
+
+
+async def test_tokens_that_cost_nothing_take_turns(harness: Harness) -> None:
+    pool = await opened(harness)
+    running = (await entered(harness, pool, "x"))["x"]
+    names = "a1", "a2", "a3", "b1"
+    waiting = await entered_at_cost(harness, pool, *names, weights=TokenCost(0, 0, 0))
+    assert await order_of(harness, pool, waiting, running) == ["a1", "b1", "a2", "a3"]

@@ -77,6 +77,7 @@ def ticket_of(step, tier, now, number):
         number,
         gain,
         user=step.get("user"),
+        cost=step.get("cost"),
     )
 
 

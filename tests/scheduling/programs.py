@@ -99,6 +99,8 @@ class Author:
         self.answered: set[str] = set()
         self.over: list[str] = []
         self.chosen: list[str] = []
+        self.cost_luck = random.Random(f"costs of {program['name']}")
+        self.is_weighted = self.cost_luck.random() < 0.4
         self.user_luck = random.Random(program["name"])
 
     def user_within(self, tenant: str) -> dict[str, str]:
@@ -165,6 +167,8 @@ class Author:
         if luck.random() < 0.2:
             step["requests"] = 2
         self.requests[ticket] = step.get("requests", 1)
+        if self.is_weighted and self.cost_luck.random() < 0.9:
+            step["cost"] = max(1, tokens * self.cost_luck.choice([0, 1, 3, 10]) // 3)
         if "engines" in self.program:
             step["prompt"] = luck.randint(0, tokens)
             ids = luck.sample(sorted(self.engines), luck.randint(0, min(2, len(self.engines))))
@@ -246,7 +250,7 @@ class Author:
             "tenant": tenant,
             "weight": WEIGHTS[tenant],
             **self.user_within(tenant),
-            "tokens": self.luck.choice([1, 7, 30]),
+            "tokens": self.luck.choice([1, 7, 30]) * (-1 if self.is_weighted and self.cost_luck.random() < 0.6 else 1),
         }
 
     def hand_back(self) -> dict[str, Any] | None:

@@ -55,6 +55,7 @@ class Request:
     number: int
     gain: dict | None
     seen: int  # how many had entered when it came
+    cost: int  # what its tenant is charged for: its tokens, or their weights
     user: str | None = None  # within its tenant; None where its users take no turns
     place: Fraction | None = None  # in its tenant's queue, once it is the first of its user
     state: str = "waiting"  # then perhaps "line"; "running"; "over"
@@ -214,7 +215,7 @@ class Reference:
             virtual, finish = self.users.get((tier, tenant), (0, {}))
             for r in self.queue(tier, tenant):
                 if r.user is not None and r.place is None:
-                    r.place = max(virtual, finish.get(r.user, 0)) + r.tokens
+                    r.place = max(virtual, finish.get(r.user, 0)) + r.cost
         for key, (virtual, finish) in list(self.users.items()):
             if key[0] == tier and not self.queue(*key) and all(f <= virtual for f in finish.values()):
                 del self.users[key]
@@ -237,7 +238,7 @@ class Reference:
         is_last, key = len(self.waiting(r.tier)) == 1, (r.tier, r.tenant)
         r.state = "line"
         if not is_last and not r.returns:
-            self.finish[key] = max(first.start, self.finish.get(key, ZERO)) + self.divide(r.tokens, r.weight)
+            self.finish[key] = max(first.start, self.finish.get(key, ZERO)) + self.divide(r.cost, r.weight)
             if first is not r:  # by gain
                 first.start = max(first.start, self.finish[key])
             if r.user is not None:
@@ -250,14 +251,22 @@ class Reference:
     def charge_user(self, r: Request, first: Request) -> None:
         """Its user is charged as it leaves its tenant's queue, whose first was `first`; time passes to that one."""
         virtual, finish = self.users.get((r.tier, r.tenant), (0, {}))
-        virtual = max(virtual, (first.place or 0) - (first.tokens if self.by_gain else 0))
+        virtual = max(virtual, (first.place or 0) - (first.cost if self.by_gain else 0))
         own = next(
             q for q in self.all if q is r or (q.place and (q.tier, q.tenant, q.user) == (r.tier, r.tenant, r.user))
         )
-        finish[r.user] = max(own.place - own.tokens, finish.get(r.user, 0)) + r.tokens
+        finish[r.user] = max(own.place - own.cost, finish.get(r.user, 0)) + r.cost
         if own is not r:  # by gain
-            own.place = max(virtual, finish[r.user]) + own.tokens
+            own.place = max(virtual, finish[r.user]) + own.cost
         self.users[r.tier, r.tenant] = virtual, finish
+
+    def grow_user(self, key: tuple, user: str, tokens: int) -> None:
+        """A user's lease has grown, or used less: then its first is placed so much earlier, but never before V."""
+        virtual, finish = self.users.setdefault(key, (0, {}))
+        finish[user] = max(virtual, max(virtual, finish.get(user, 0)) + tokens)
+        for r in self.queue(*key):
+            if tokens < 0 and r.user == user:
+                r.place = min(r.place, max(virtual + r.cost, r.place + tokens))
 
     # -- 3, 5, 9: order
 
@@ -642,7 +651,7 @@ class Reference:
         r.kept = False
         r.start = min([self.virtual.get(r.tier, ZERO), *(q.start for q in self.firsts(r.tier))])
         r.state, r.returns = "waiting", r.returns + 1
-        self.largest[r.tier] = max(self.largest.get(r.tier, 1), r.tokens)
+        self.largest[r.tier] = max(self.largest.get(r.tier, 1), r.cost)
 
     def do(self, step: dict, now: int) -> None:
         self.now, what, ticket, get = now, step["do"], step.get("id"), step.get
@@ -664,10 +673,11 @@ class Reference:
                 len(self.all),
                 gain,
                 len(self.entered),
+                get("cost", step["tokens"]),
                 get("user"),
             )
             self.all.append(r)
-            self.largest[tier] = max(self.largest.get(tier, 1), r.tokens)
+            self.largest[tier] = max(self.largest.get(tier, 1), r.cost)
             self.tag(tier)
         elif what == "cancel" and (r := self.find(ticket, "waiting")):
             r.state, r.place = "over", None
@@ -686,13 +696,16 @@ class Reference:
             r.barred += tuple(get("barred", ()))
             self.back(r)
         elif what == "charge" and self.waiting(tier):
-            key = tier, get("tenant", "")
-            self.finish[key] = max(self.virtual.get(tier, ZERO), self.finish.get(key, ZERO)) + self.divide(
-                step["tokens"], get("weight", 1)
-            )
-            if get("user") is not None and self.queue(*key):
-                virtual, finish = self.users.setdefault(key, (0, {}))
-                finish[step["user"]] = max(virtual, finish.get(step["user"], 0)) + step["tokens"]
+            key, virtual = (tier, get("tenant", "")), self.virtual.get(tier, ZERO)
+            more, user = self.divide(step["tokens"], get("weight", 1)), get("user")
+            self.finish[key] = max(virtual, max(virtual, self.finish.get(key, ZERO)) + more)
+            if user is not None and self.queue(*key):
+                self.grow_user(key, user, step["tokens"])
+            if more < 0:  # a lease did not use it: its tenant's first comes so much earlier, but never before V
+                self.tag(tier)
+                for r in self.queue(*key)[:1]:
+                    r.start = max(virtual, r.start + more)
+                self.tag(tier)
         elif what == "engines":
             offers = {o["id"]: o for o in step["engines"]}
             stay = [e for e, o in self.engines.items() if self.running(e) or (o["known"] and e in offers)]

@@ -93,32 +93,49 @@ def end(player: SchedulerPlayer, program: dict[str, Any], now: int) -> None:
 
 
 SIZES = st.lists(st.integers(1, 40), min_size=5, max_size=30)
-TENANTS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 7]), SIZES), min_size=2, max_size=4)
+COSTS = st.sampled_from([1, 1, 4, 1000])
+TENANTS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 7]), COSTS, SIZES), min_size=2, max_size=4)
 
 
 @given(tenants=TENANTS, seed=st.integers(0, 99))
 def test_backlogged_tenants_differ_by_at_most_one_largest_request_each(tenants: Any, seed: int) -> None:
-    """Invariant 4: of their service, scaled by weight, as long as both wait."""
+    """Invariant 4: of their service as it is charged, scaled by weight, as long as both wait.
+
+    A token costs each tenant something else, and half of the leases give a part back: what is more than the tenant's
+    lead is no service that others owe it.
+    """
     luck = random.Random(seed)
     player = SchedulerPlayer({"tiers": [{"name": "t"}], "capacity": {"tokens": 40}})
-    asks = [(name, weight, tokens) for name, (weight, sizes) in enumerate(tenants) for tokens in sizes]
+    asks = [(name, weight, each, tokens) for name, (weight, each, sizes) in enumerate(tenants) for tokens in sizes]
     luck.shuffle(asks)
-    left = [len(sizes) for _, sizes in tenants]
-    for number, (name, weight, tokens) in enumerate(asks):
-        step = {"do": "submit", "id": f"{number}", "tier": "t", "tenant": f"{name}", "weight": weight, "tokens": tokens}
+    left = [len(sizes) for *_, sizes in tenants]
+    of_tier = {"tier": "t"}
+    for number, (name, weight, each, tokens) in enumerate(asks):
+        size = {"tokens": tokens} | ({"cost": tokens * each} if each > 1 else {})
+        step = {"do": "submit", "id": f"{number}", "tenant": f"{name}", "weight": weight, **of_tier, **size}
         player.do(step, number)
+    queue = player.scheduler.tiers[0].queue
     served = [0.0] * len(tenants)
     while all(left):
         for name, _ in player.dispatch(1_000):
-            tenant, weight, tokens = asks[int(name)]
-            served[tenant] += tokens / weight
+            tenant, weight, each, tokens = asks[int(name)]
+            served[tenant] += tokens * each / weight
             left[tenant] -= 1
             if not all(left):
                 return
-            for other, (its_weight, sizes) in enumerate(tenants):
-                most = max(tenants[tenant][1]) / weight + max(sizes) / its_weight
-                assert abs(served[tenant] - served[other]) <= most + 1e-9
-        player.do({"do": "settle", "id": luck.choice(list(player.leases))}, 1_000)
+            for other, (its_weight, its_each, sizes) in enumerate(tenants):
+                most = max(tenants[tenant][2]) * each / weight + max(sizes) * its_each / its_weight
+                assert abs(served[tenant] - served[other]) <= most + 1e-6
+        ended = luck.choice(list(player.leases))
+        player.do({"do": "settle", "id": ended}, 1_000)
+        tenant, weight, each, tokens = asks[int(ended)]
+        if luck.random() < 0.5:
+            before = queue._lanes[f"{tenant}"][0].start
+            unused = {"tokens": -luck.randint(1, tokens * each), "weight": weight}
+            player.do({"do": "charge", "tenant": f"{tenant}", **of_tier, **unused}, 1_000)
+            given_back = before - queue._lanes[f"{tenant}"][0].start
+            assert 0 <= given_back <= -unused["tokens"] / weight + 1e-6
+            served[tenant] -= given_back
 
 
 USERS = st.lists(SIZES, min_size=2, max_size=4)

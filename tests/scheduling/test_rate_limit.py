@@ -277,3 +277,15 @@ def test_memory_is_bounded_by_the_tenants_that_are_not_at_rest() -> None:
         charge = limiter.charge(f"tenant-{number}", limits, 100, now_us)  # at rest a tenth of a second later
         limiter.correct(charge, 100, now_us)
         assert len(limiter) <= FEWEST_SWEPT
+
+
+def test_of_100_000_users_in_a_minute_those_are_kept_that_came_last() -> None:
+    limiter, once = RateLimiter(), Limits(requests_per_minute=1)
+    for number in range(100_000):
+        limiter.keep_within(user := f"acme user {number}", 1_000)
+        assert limiter.over(user, once, 1, number) is None
+        limiter.charge(user, once, 1, number)
+    limiter.keep_within("other user 1", 1_000)
+    assert len(limiter) == 1_000
+    assert limiter.over("acme user 99999", once, 1, 100_000) is not None
+    assert limiter.over("acme user 98999", once, 1, 100_000) is None

@@ -18,4 +18,4 @@ def test_it_gives_the_answers_that_were_worked_out() -> None:
 
 
 def test_there_is_a_scenario_for_each_of_the_rules() -> None:
-    assert len(scenarios()) == 266
+    assert len(scenarios()) == 269

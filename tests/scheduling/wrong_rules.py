@@ -30,8 +30,9 @@ class_of, place, heads, need, fits = (
 )  # fmt: skip
 engine_for, begin, hold, look = Scheduler._engine_for, Scheduler._begin_to_count, Scheduler.hold, Scheduler.look
 wanted, is_small, would_enter = Scheduler.wanted, Scheduler.is_small, Scheduler.would_enter
-remove, charge_for, could_take, search_init = (
+remove, charge, charge_for, could_take, search_init = (
     FairQueue.remove,
+    FairQueue.charge,
     FairQueue._charge_for,
     ScheduledEngine.could_take,
     _Search.__init__,
@@ -53,6 +54,23 @@ def _knows_no_weights(queue: FairQueue, ticket: Ticket) -> None:
     weight, ticket.weight = ticket.weight, 1
     charge_for(queue, ticket)
     ticket.weight = weight
+
+
+def _gives_nothing_back(queue: FairQueue, tenant: str, tokens: int, *others: Any) -> None:
+    charge(queue, tenant, max(0, tokens), *others)
+
+
+def _gives_back_behind_the_first(queue: FairQueue, tenant: str, *others: Any) -> None:
+    first = queue._lanes.pop(tenant, None)
+    charge(queue, tenant, *others)
+    if first is not None:
+        queue._lanes[tenant] = first
+
+
+def _gives_back_more_than_the_lead(queue: FairQueue, tenant: str, tokens: int, *others: Any) -> None:
+    virtual, queue.virtual = queue.virtual, queue.virtual if tokens > 0 else -1e9
+    charge(queue, tenant, tokens, *others)
+    queue.virtual = virtual
 
 
 def _forgets_charges(queue: FairQueue, ticket: Ticket) -> None:
@@ -124,6 +142,10 @@ PATCHES: dict[str, Patch] = {
     "knows no weights": (FairQueue, "_charge_for", _knows_no_weights),
     "serves tenants by arrival": (FairQueue, "_charge_for", always(None)),
     "charges no growth": (FairQueue, "charge", always(None)),
+    "knows no costs": (Ticket, "charged", property(lambda t: t.tokens)),
+    "gives nothing back": (FairQueue, "charge", _gives_nothing_back),
+    "gives back after the first": (FairQueue, "charge", _gives_back_behind_the_first),
+    "gives back more than the lead": (FairQueue, "charge", _gives_back_more_than_the_lead),
     "forgets charges at the next admission": (FairQueue, "_charge_for", _forgets_charges),
     "time stands still for users": (UserTurns, "pass_time", always(None)),
     "charges no user": (UserTurns, "charge", always(None)),

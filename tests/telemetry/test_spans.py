@@ -52,7 +52,8 @@ def test_a_request_admitted_at_once_is_two_spans(tracing):
 
 
 def test_the_attributes_of_a_request_admitted_at_once(tracing):
-    spans = tracing.play(classified(), admitted(60), first_byte(20_060), settled(90_000))
+    by_key = msgspec.structs.replace(classified(), key="ci")
+    spans = tracing.play(by_key, admitted(60), first_byte(20_060), settled(90_000))
 
     assert dict(spans["admission"].attributes) == {
         "http.request.method": "POST",
@@ -61,6 +62,7 @@ def test_the_attributes_of_a_request_admitted_at_once(tracing):
         "admission.request_id": "request-1",
         "admission.tier": "batch",
         "admission.tenant": "acme",
+        "admission.key": "ci",
         "admission.source": "header",
         "admission.decision": "admitted",
         "admission.outcome": "completed",

@@ -19,7 +19,7 @@ from benchmarks.instructions.__main__ import usable
 from benchmarks.instructions.counters import IDLE, CannotCount
 from benchmarks.instructions.proxied import run_before
 from benchmarks.overhead import HEADERS
-from sidecar.policy.keys import hash_line
+from sidecar.policy.tenant_keys import hash_line
 
 MANY = 16
 MOST_TIMES_MANY = 1.3

@@ -22,7 +22,7 @@ from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.slo_follower import SloFollower
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
-from sidecar.errors import AdmissionError, DeadlinePassed, QueueTimeout
+from sidecar.errors import AdmissionError
 from sidecar.events import Outcome, Verdict
 from sidecar.pools import Ask, Grant, Lease
 
@@ -368,11 +368,10 @@ def _verdict(end: TurnEnded) -> tuple[Verdict, str]:
     """The result of a shadow whose wait ended without a grant, and its code."""
     if end.cause is EndCause.DISCONNECTED:
         return Verdict.ABANDONED, CLIENT_LEFT
-    if end.cause is EndCause.DEADLINE:
-        return Verdict.REFUSED, DeadlinePassed.code
     if end.refusal is not None:
         return Verdict.REFUSED, end.refusal.code
-    return (Verdict.UNKNOWN, WAITED_TOO_LONG) if end.most_s is None else (Verdict.REFUSED, QueueTimeout.code)
+    is_known = end.most_s is not None or end.cause is EndCause.DEADLINE
+    return (Verdict.REFUSED, end.code) if is_known else (Verdict.UNKNOWN, WAITED_TOO_LONG)
 
 
 MOST_SHADOWS = 10_000

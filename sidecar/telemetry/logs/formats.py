@@ -22,6 +22,7 @@ FIELDS = (
     "pool",
     "tier",
     "tenant",
+    "key",
     "model",
     "engine",
     "code",

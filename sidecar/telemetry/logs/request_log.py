@@ -199,6 +199,7 @@ def _request_fields(record: RequestRecord, wait: Admitted | Refused | None, ende
         "span_id": None if trace is None else f"{trace.span_id:016x}",
         "tier": record.tier,
         "tenant": record.tenant,
+        "key": record.key,
         "user": None if classified is None else classified.user,
         "risen_from": None if classified is None else classified.risen_from,
         "model": None if classified is None else classified.model,

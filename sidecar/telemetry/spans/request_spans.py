@@ -359,6 +359,7 @@ def _classification_attributes(event: Classified) -> Attributes:
         {
             semconv.ADMISSION_TIER: event.tier,
             semconv.ADMISSION_TENANT: event.tenant,
+            semconv.ADMISSION_KEY: event.key,
             semconv.ADMISSION_SOURCE: event.source,
             semconv.ADMISSION_TOKENS_RESERVED: event.tokens,
             semconv.ADMISSION_CLAMPED_FROM: event.clamped_from,
@@ -408,6 +409,7 @@ def _refusal_attributes(event: Refused, classified: Classified | None) -> Attrib
             semconv.ADMISSION_REASON: event.code,
             semconv.HTTP_RESPONSE_STATUS_CODE: event.status,
             semconv.ADMISSION_TENANT: event.tenant if classified is None else classified.tenant,
+            semconv.ADMISSION_KEY: event.key if classified is None else classified.key,
             semconv.ADMISSION_TIER: event.tier if classified is None else classified.tier,
             semconv.GEN_AI_REQUEST_MODEL: None if classified is None else classified.model,  # else `engine` has it
             semconv.ERROR_TYPE: event.code if _is_servers_failure(event) else None,

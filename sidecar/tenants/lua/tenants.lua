@@ -37,7 +37,11 @@ local function whole(number) return string.format('%d', number) end
 local function keys_in(text)
   local is_json, record = pcall(cjson.decode, text)
   local listed = is_json and type(record) == 'table' and record.keys
-  return type(listed) == 'table' and listed or {}
+  local hashes = {}
+  for place, key in ipairs(type(listed) == 'table' and listed or {}) do
+    hashes[place] = type(key) == 'table' and tostring(key.hash) or key
+  end
+  return hashes
 end
 
 local function forget_keys(tenant)

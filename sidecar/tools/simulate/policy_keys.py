@@ -37,6 +37,8 @@ def why_alike(one: Mapping[str, Any], other: Mapping[str, Any], runs: Sequence[R
 
 def _name(path: _Path) -> str:
     """The key at the top of the file, or the one in it where some of its keys are used and some not."""
+    if path[2:3] == ("hours",):  # a run has no hour of the day
+        return "hours"
     return ".".join(path[:2] if path[0] in _PARTS else path[:1])
 
 

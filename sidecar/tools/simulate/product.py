@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import msgspec
 
+from sidecar.admission.charges import charges_by_model
 from sidecar.admission.deadline import latest_deadline_us
 from sidecar.admission.intake import SizedRequest, sized_for
 from sidecar.admission.policy_snapshot import objective_for
@@ -24,7 +25,7 @@ from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.engines.speed import Coefficients, EngineSpeeds
-from sidecar.errors import AdmissionError, DeadlinePassed, QueueTimeout
+from sidecar.errors import AdmissionError
 from sidecar.identity.classify import Classification, Fallback
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSize, LeaseSizes
@@ -39,11 +40,6 @@ from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, SimulatedEngines
 
 CHAT = "/v1/chat/completions"
-_CODES = {
-    EndCause.DISCONNECTED: ABANDONED,
-    EndCause.TOO_LONG: QueueTimeout.code,
-    EndCause.DEADLINE: DeadlinePassed.code,
-}
 _MOST_HITS = 8
 _PAYLOAD = decode(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "user"}], "stream": True}).encode())
 
@@ -122,6 +118,8 @@ class ProductAdmission:
         self._gain = GainMeter(self._pool.now_us, self._sizes)
         self._gain.speeds = _TrueSpeeds(stage)
         self._names = [tier.name.encode() for tier in policy.tiers]
+        charges = charges_by_model(policy)
+        self._token_cost = None if charges is None else charges.cost(None)
         self._held: dict[Request, _Held] = {}
         self._guards = SimulatedGuards(policy, self._pool, stage)
         self._came = 0
@@ -167,7 +165,8 @@ class ProductAdmission:
             held.size.ended()
         if (expected := held.turn.request.expected) is not None:
             self._sizes.learn(expected, held.answer, is_complete=True)
-        held.turn.lease.settle(request.prompt + request.output)
+        used, cost = request.prompt + request.output, held.turn.request.token_cost
+        held.turn.lease.settle(used if cost is None else cost.of(request.prompt, request.cached_tokens, request.output))
         if held.followed is not None:
             assert request.first_us is not None
             held.followed.finished(self._stage.loop.now_us - request.first_us, request.output)
@@ -217,7 +216,7 @@ class ProductAdmission:
                         break
                     grant = await turn.requeue()
         except TurnEnded as end:
-            self._end(request, _CODES[end.cause])
+            self._end(request, ABANDONED if end.cause is EndCause.DISCONNECTED else end.code)
         except AdmissionError as error:
             self._end(request, error.code)
 
@@ -236,6 +235,7 @@ class ProductAdmission:
             assumed_output=output,
             hits=self._hits(request),
             objective=self._objectives[request.tier],
+            token_cost=self._token_cost,
         )
 
     def _hits(self, request: Request) -> tuple[tuple[str, int], ...]:

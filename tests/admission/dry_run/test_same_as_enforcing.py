@@ -31,7 +31,10 @@ SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2,
 
 @dataclass(frozen=True)
 class Planned:
-    """One request. Its client hangs up before the first byte, `patience_us` after it came; None: it waits for ever."""
+    """One request. Its client hangs up before the first byte, `patience_us` after it came; None: it waits for ever.
+
+    With a `user` it is one of acme's.
+    """
 
     at_us: int
     tier: str
@@ -39,6 +42,7 @@ class Planned:
     runs_us: int
     patience_us: int | None
     deadline_us: int | None = None
+    user: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ async def one(sidecar: TestedMiddleware, number: int, planned: Planned) -> None:
     headers = [(b"x-request-id", b"%d" % number), (b"x-runs-us", b"%d" % planned.runs_us)]
     if planned.deadline_us is not None:
         headers.append((b"x-admission-deadline", b"%dus" % planned.deadline_us))
+    if planned.user is not None:
+        headers += [(b"authorization", b"Bearer sk-acme"), (b"x-user-id", planned.user.encode())]
     caller = Caller(sidecar, msgspec.json.encode(body), headers=headers)
     calling = caller.begin()
     if planned.patience_us is not None:
@@ -133,7 +139,10 @@ def policies(folder: Path, **changes: str) -> dict[Mode, Policy]:
 
     Anybody may ask for any tier. `changes` are what stands in place of a tier's `{`.
     """
-    path = write_policy(folder, requests="3", max_wait="800ms", max_requests="4", deadline=", max_deadline: 1h")
+    users = "users: {limits: {requests_per_minute: 300, burst: 2s}}\n"
+    path = write_policy(
+        folder, requests="3", max_wait="800ms", max_requests="4", deadline=", max_deadline: 1h", acme=users
+    )
     written = path.read_text().replace("anonymous: normal", "anonymous: critical")
     for tier, settings in changes.items():
         written = written.replace(f"  {tier}: {{", f"  {tier}: {{{settings}")
@@ -165,6 +174,12 @@ def test_requests_with_deadlines_would_rise_and_end_as_they_do(seed: int, tmp_pa
     events = [event for story in recorder.stories for event in story.events]
     assert {event.tier for event in events if isinstance(event, Risen)} == {"critical", "high", "normal"}
     assert "deadline" in {one.code for one in enforced}
+
+
+def test_users_of_a_tenant_would_take_turns_and_meet_their_limits_as_they_do(tmp_path: Path) -> None:
+    luck = random.Random(0)
+    enforced, _ = alike(tmp_path, [replace(one, user=luck.choice("fffgh")) for one in load(0)])
+    assert {one.code for one in enforced} >= {None, "tenant_limit", "queue_timeout"}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

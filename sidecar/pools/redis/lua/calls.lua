@@ -83,8 +83,8 @@ end
 
 local function list(kinds) return function(value) return is_list(value, kinds) end end
 
-local CALL = { IS.n, IS.t, IS.n, IS.k, list('tennnnnnn'), IS.b, or_none(IS.n), or_none(list('tennnnnnn')), list('n'), list('nttnpnphlnnGbFT'),
-  list('nt'), list('ttnpnT'), list('tnn'), or_none(list('ennnpban')), list('enn'), list('tbn'), or_none(IS.r), IS.b, IS.b, IS.n, list('f'),
+local CALL = { IS.n, IS.t, IS.n, IS.k, list('tennnnnnn'), IS.b, or_none(IS.n), or_none(list('tennnnnnn')), list('n'), list('nttnpnphlnnGbFTN'),
+  list('nt'), list('ttapnT'), list('tnn'), or_none(list('ennnpban')), list('enn'), list('tbn'), or_none(IS.r), IS.b, IS.b, IS.n, list('f'),
   list('ntnbNNNnN'), list('ncNbb'), list('tn'), list('tnnn'), list('tnwnns') }
 
 -- The call; else an error names its first field that is wrong.

@@ -53,7 +53,7 @@ end
 local function add_bid(member, bid)
   local tier = tier_of(bid[TIER])
   if not tier then return end
-  bid[USER], bid[PLACE] = bid[BID_USER], 0
+  bid[USER], bid[PLACE], bid[COST] = bid[BID_USER], 0, bid[BID_COST]
   bid[TIER], bid[ARRIVED], bid[OWNER], bid[START], bid[ENGINE] = tier, max(0, now - bid[ARRIVED]), who, false, false
   bid[IN_LINE_SINCE], bid[COUNT], bid[COUNTED], bid[ADMISSION], bid[EXCESS], bid[EXCESS_PROMPT] = false, 0, 0, 0, 0, 0
   bid[IS_IN_FLOOR], bid[STAYS] = false, false

@@ -1,6 +1,6 @@
 -- The limits of tenants: `limits.py` and `rate_limit.py`. Beside the root `ROOT:a:TENANT` is a tenant's account, for as long as it
 -- is used; `ROOT:n:WHO` has how many requests of each tenant wait or run at a replica. Of users' accounts some are kept, those of
--- `ROOT:k:TENANT user`, a sorted set by their last use.
+-- `ROOT:k:TENANT user`, a sorted set in the order of their last use.
 
 local UNIT, GUESSED_US, REMEMBERED_US = 60000000, 1000000, 600000000
 -- An account; since `A_SINCE` it was never at rest. The limits of its latest request, or false.
@@ -27,10 +27,11 @@ local function account_of(tenant)
   return accounts[tenant]
 end
 
--- Keeps an account, and so `most` in all of those like it that came last.
+-- Keeps an account, and so `most` in all of those like it that came last. By a count: several come at one time.
 local function keep_within(tenant, most)
   local name = root .. ':k:' .. tenant:match('^(.*) ')
-  redis_call('ZADD', name, now, tenant)
+  local last = redis_call('ZREVRANGE', name, 0, 0, 'WITHSCORES')
+  redis_call('ZADD', name, tonumber(last[2] or 0) + 1, tenant)
   redis_call('PEXPIRE', name, HOUR_MS)
   local more = redis_call('ZCARD', name) - most
   local gone = more > 0 and redis_call('ZPOPMIN', name, more) or NOBODY
@@ -153,7 +154,9 @@ local function take_limits(member, last_number)
     if first_call > last_number then settle(charge, used, is_counted, was_held) end
   end
   local known, charged, refused = {}, {}, {}
-  for _, packed in ipairs(is_statement and member[CHARGED] or {}) do
+  -- The charges of its call before, whose answer was lost: others were lost between the two.
+  local unanswered = is_statement and call[C_NUMBER] > last_number + 1 and member[CHARGED] or {}
+  for _, packed in ipairs(unanswered) do
     local number = unpacked(packed)[1]
     known[number] = known[number] or {}
     table.insert(known[number], packed)
@@ -171,7 +174,7 @@ local function take_limits(member, last_number)
     end
     i = i + #group
   end
-  for _, packed in ipairs(is_statement and member[CHARGED] or {}) do -- a client that left before the replica had an answer
+  for _, packed in ipairs(unanswered) do -- a client that left before the replica had an answer
     local verdict = unpacked(packed)
     if known[verdict[1]] then settle(verdict[2], 0, true, false) end
   end

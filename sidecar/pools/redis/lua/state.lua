@@ -39,6 +39,7 @@ local ID, TIER, TENANT, TOKENS, REQUESTS, PROMPT, WEIGHT, HITS, BARRED = 1, 2, 3
 local ARRIVED, NUMBER, GAIN, HAS_RETURNED, HINT, OWNER, START = 10, 11, 12, 13, 14, 15, 16
 local ENGINE, IN_LINE_SINCE, COUNT, COUNTED, ADMISSION, EXCESS, EXCESS_PROMPT, IS_IN_FLOOR, STAYS = 17, 18, 19, 20, 21, 22, 23, 24, 25
 local USER, PLACE, BID_USER = 26, 27, 15 -- within its tenant, whose users take turns, or false; in a bid where its owner is then
+local COST, BID_COST = 28, 16 -- what its tenant is charged for, false for its tokens; in a bid where its start is then
 local GAIN_WEIGHT, GAIN_TOKENS, GAIN_COST, GAIN_START_BY, GAIN_SLACK = 1, 2, 3, 4, 5
 local C_LAYOUT, C_WHO, C_NUMBER, C_KIND, C_CELLS, C_WHOLE, C_BID_COUNT, C_LEAVING, C_ACKS, C_BIDS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 local C_WITHDRAWN, C_CHARGES, C_OWES, C_ENGINES, C_CAPS, C_DRAINS, C_RULES, C_REPLACES = 11, 12, 13, 14, 15, 16, 17, 18

@@ -1,0 +1,172 @@
+"""Keys of a tenant's file: one more or one less, with everything else in the file as it was.
+
+The text is edited where YAML's parser finds the list. The new text is read before it is used, and must say exactly what
+was meant. It replaces the file as a whole, with its mode and owner, unless that has changed meanwhile.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, SequenceNode
+
+from sidecar.cli.output import CommandFailed
+from sidecar.policy.compiler import Loaded
+from sidecar.policy.declared import Context
+from sidecar.policy.problems import dotted
+from sidecar.policy.source import LOADER, read
+from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant_keys import TenantKey, UnknownKey, find_key
+from sidecar.policy.validate import read_record
+
+
+def add_key(loaded: Loaded, tenant: str, entry: Mapping[str, str]) -> Path:
+    """Adds an entry to the keys of a tenant's file. Returns the file. Raises CommandFailed."""
+    with _edited(loaded, tenant) as file:
+        members = ", ".join(f"{name}: {json.dumps(value)}" for name, value in entry.items())
+        file.text = _with_entry(file.text, "{" + members + "}" if len(entry) > 1 else json.dumps(entry["hash"]))
+        file.entries.append(dict(entry) if len(entry) > 1 else entry["hash"])
+    return file.path
+
+
+def revoke_key(loaded: Loaded, tenant: str, called: str) -> tuple[Path, TenantKey, int]:
+    """Removes a key from a tenant's file: see `find_key`. Returns the file, the key, and how many are left.
+
+    Raises CommandFailed.
+    """
+    with _edited(loaded, tenant) as file:
+        revoked = find_key(file.keys, called)
+        place = file.keys.index(revoked)
+        file.text = _without_entry(file.text, place)
+        del file.entries[place]
+    return file.path, revoked, len(file.entries)
+
+
+@dataclass
+class _TenantFile:
+    """A tenant's file as it is changed: its text, the entries of its `keys`, and what those were before."""
+
+    path: Path
+    text: str
+    entries: list[Any]
+    keys: Sequence[TenantKey]
+
+
+@contextmanager
+def _edited(loaded: Loaded, tenant: str) -> Iterator[_TenantFile]:
+    """A tenant's file, which is written at the end if its text then says what its entries say. Raises CommandFailed."""
+    if tenant not in loaded.tenants:
+        raise CommandFailed(f"no file of this policy has tenant {tenant}; one in the store is changed with --admin URL")
+    path = Path(os.path.realpath(loaded.tenants[tenant].file))
+    try:
+        with _alone_in(path.parent):
+            before = read(path)
+            data: dict[str, Any] = dict(before.data or {})
+            file = _TenantFile(path, before.content.decode(), [*data.get("keys", ())], _keys_in(loaded, data))
+            yield file
+            data = {**data, "keys": file.entries}
+            _keys_in(loaded, data)
+            with _written_beside(path, file.text.encode()) as new:
+                if read(new).data != data:
+                    raise CommandFailed(f"{path}: its `keys` are written in a way that only an editor can change")
+                if read(path).content != before.content:
+                    raise CommandFailed(f"{path} has changed meanwhile, and was left as it is; run the command again")
+                new.replace(path)
+    except UnknownKey as unknown:
+        raise CommandFailed(f"tenant {tenant}: {unknown}") from None
+    except OSError as error:
+        raise CommandFailed(f"{path}: cannot be written ({error.strerror}); it is as it was") from None
+
+
+def _keys_in(loaded: Loaded, data: Mapping[str, Any]) -> Sequence[TenantKey]:
+    """The keys of a tenant. Raises CommandFailed with all mistakes."""
+    found, mistakes = read_record(Tenant, data, Context(tuple(tier.name for tier in loaded.policy.tiers), Path()))
+    if found is None:
+        raise CommandFailed("\n".join(f"{dotted(place)}: {message}" for place, message in mistakes))
+    return found.keys or ()
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other such command changes a file of the folder meanwhile."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+@contextmanager
+def _written_beside(file: Path, content: bytes) -> Iterator[Path]:
+    """A new file with the mode and the owner of another, which no pattern of tenants' files finds. Gone at the end."""
+    new, status = file.with_name(f".{file.name}.new"), file.stat()
+    new.unlink(missing_ok=True)
+    opened = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(opened, "wb") as stream:
+            if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(opened, status.st_uid, status.st_gid)
+            os.fchmod(opened, stat.S_IMODE(status.st_mode))
+            stream.write(content)
+            stream.flush()
+            os.fsync(opened)
+        yield new
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _with_entry(text: str, entry: str) -> str:
+    """The text with one more entry at the end of `keys`."""
+    end = "\r\n" if "\r\n" in text else "\n"
+    if text and not text.endswith("\n"):
+        text += end
+    keys = _keys(text)
+    if keys is None:
+        return f"{text}keys:{end}  - {entry}{end}"
+    if keys.flow_style:
+        at = _end(keys.value[-1]) if keys.value else keys.end_mark.index - 1
+        return f"{text[:at]}{', ' if keys.value else ''}{entry}{text[at:]}"
+    at = text.find("\n", _end(keys)) + 1 or len(text)
+    return f"{text[:at]}{' ' * keys.start_mark.column}- {entry}{end}{text[at:]}"
+
+
+def _without_entry(text: str, place: int) -> str:
+    """The text without one entry of `keys`."""
+    keys = _keys(text)
+    assert keys is not None
+    item = keys.value[place]
+    start, stop = item.start_mark.index, _end(item)
+    if len(keys.value) == 1:
+        begin = keys.start_mark.index
+        return text[:begin] + ("" if keys.start_mark.column else "  ") + "[]" + text[_end(keys) :]
+    if not keys.flow_style:
+        return text[: text.rindex("\n", 0, start) + 1] + text[text.find("\n", stop) + 1 or len(text) :]
+    if place + 1 < len(keys.value):
+        stop = keys.value[place + 1].start_mark.index
+    elif text[_end(keys.value[place - 1]) : start].strip() == ",":
+        start = _end(keys.value[place - 1])
+    return text[:start] + text[stop:]
+
+
+def _keys(text: str) -> SequenceNode | None:
+    """The list `keys` in a file's text, with its places there; None where there is none."""
+    root = yaml.compose(text, Loader=LOADER)
+    pairs = root.value if isinstance(root, MappingNode) else []
+    return next((value for name, value in pairs if name.value == "keys" and isinstance(value, SequenceNode)), None)
+
+
+def _end(node: Node) -> int:
+    """The place where a node's own text ends. That of a list or mapping in lines of its own goes on to what follows."""
+    while node.value and isinstance(node, SequenceNode | MappingNode) and not node.flow_style:
+        node = node.value[-1] if isinstance(node, SequenceNode) else node.value[-1][1]
+    return int(node.end_mark.index)

@@ -1,0 +1,166 @@
+"""Hours of a week, as a policy writes them: `mon-fri 08:00-18:00 Europe/Berlin`.
+
+Days or times may be left out, and not both. Times after midnight belong to the day on which they begin. The wall clock
+of the zone counts: a time that a change of the clock leaves out comes as much later as the clock was put forward, and
+of one that comes twice the first counts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, time, timedelta, timezone, tzinfo
+from fractions import Fraction
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from sidecar.policy import fields as of
+from sidecar.policy import units
+from sidecar.policy.problems import quoted
+
+_DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_DAY_MIN = 24 * 60
+_EXAMPLE = "mon-fri 08:00-18:00 Europe/Berlin"
+_LIKE = f"write it like {quoted(_EXAMPLE)}, {quoted('sat,sun UTC')} or {quoted('22:00-06:00 UTC')}"
+_TIMES = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)", re.ASCII)
+_ZONE = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+)*")
+_UTC = "UTC"
+_NO_ZONES = (
+    f"this system knows no time zone but {_UTC}; install its package tzdata, or the package tzdata for the sidecar's "
+    "Python"
+)
+
+_MOST_SHOWN = _MOST_HOURS = 20
+
+E = TypeVar("E")
+
+
+class Hours(str):
+    """Hours of a week, and their text. `days` count from Monday, 0; `begin` and `end` are minutes of the day."""
+
+    days: frozenset[int]
+    begin: int
+    end: int
+    zone: tzinfo
+
+    def spans(self, at_s: float, days: int = 8) -> Iterator[tuple[float, float]]:
+        """Begins and ends, in Unix seconds: of those that may have begun, and of those of so many days after today."""
+        today = datetime.fromtimestamp(at_s, self.zone).date()
+        for day in (today + timedelta(days=later) for later in range(-1, days + 1)):
+            if day.weekday() in self.days:
+                midnight = datetime.combine(day, time())
+                begin, end = (midnight + timedelta(minutes=minutes) for minutes in (self.begin, self.end))
+                yield begin.replace(tzinfo=self.zone).timestamp(), end.replace(tzinfo=self.zone).timestamp()
+
+    def cover(self, at_s: float) -> bool:
+        """True if they count then."""
+        return any(begin_s <= at_s < end_s for begin_s, end_s in self.spans(at_s, 0))
+
+
+class ChangesByHours:
+    """Changes in some hours: a record whose fields are None where they are as at other times."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} {of.percent(value) if isinstance(value, Fraction) else format(value, ',')}"
+            for name, value in self.changes().items()
+        )
+
+    def changes(self) -> dict[str, Any]:
+        """The fields that are written."""
+        of_all = {name: getattr(self, name) for name in self.__dataclass_fields__}  # type: ignore[attr-defined]
+        return {name: value for name, value in of_all.items() if value is not None}
+
+
+ByHours = Sequence[tuple[Hours, E]]
+
+
+def entry_at(entries: ByHours[E], at_s: float) -> tuple[Hours, E] | None:
+    """The first hours that cover a time, which count, and their changes; None where none cover it."""
+    return next(((hours, entry) for hours, entry in entries if hours.cover(at_s)), None)
+
+
+def covering(all_hours: Iterable[Hours], at_s: float) -> frozenset[Hours]:
+    """The hours that cover a time."""
+    return frozenset(hours for hours in all_hours if hours.cover(at_s))
+
+
+def borders_s(all_hours: Iterable[Hours], at_s: float) -> list[float]:
+    """The times after `at_s`, of a week, at which some hours begin or end."""
+    return sorted({border for hours in all_hours for span in hours.spans(at_s) for border in span if border > at_s})
+
+
+def read_hours(value: object) -> Hours:
+    """Hours in their text. Raises ValueError."""
+    text = units.text(value, "hours", _EXAMPLE)
+    *parts, zone = text.split()
+    days = parts.pop(0) if parts and not parts[0][:1].isdigit() else None
+    times = _TIMES.fullmatch(parts.pop(0)) if parts else None
+    if parts or (days is None and times is None) or (times is None and len(text.split()) == 3):
+        raise ValueError(f"{quoted(text)} are no hours; {_LIKE}")
+    found = Hours(text)
+    found.days = frozenset(range(7) if days is None else _read_days(days))
+    hour, minute, end_hour, end_minute = map(int, (0, 0, 24, 0) if times is None else times.groups())
+    found.begin, found.end, found.zone = hour * 60 + minute, end_hour * 60 + end_minute, _read_zone(zone)
+    if found.begin == found.end or found.end > _DAY_MIN:
+        raise ValueError(f"{quoted(text)} are no hours: they begin and end at two times from 00:00 to 24:00")
+    if found.end < found.begin:
+        found.end += _DAY_MIN
+    return found
+
+
+def _read_days(text: str) -> Iterator[int]:
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if first not in _DAYS or (dash and last not in _DAYS):
+            raise ValueError(f"{quoted(part)} are no days; write {', '.join(_DAYS)}, or from one to another: mon-fri")
+        begin = _DAYS.index(first)
+        length = (_DAYS.index(last) - begin) % 7 if dash else 0
+        yield from ((begin + later) % 7 for later in range(length + 1))
+
+
+def _read_zone(name: str) -> tzinfo:
+    if name == _UTC:
+        return timezone.utc
+    import zoneinfo  # only for hours of another zone
+
+    if _ZONE.fullmatch(name):
+        try:
+            return zoneinfo.ZoneInfo(name)
+        except (zoneinfo.ZoneInfoNotFoundError, OSError, ValueError):
+            pass
+    if not (known := zoneinfo.available_timezones()):
+        raise ValueError(_NO_ZONES)
+    near = difflib.get_close_matches(name[:60], known, n=1)
+    raise ValueError(f"{quoted(name)} is no time zone; {f'did you mean {quoted(near[0])}?' if near else _LIKE}")
+
+
+class HoursNow(NamedTuple):
+    """Changes that count now, by tier and tenant, and the next time at which others count, in Unix seconds."""
+
+    now: Mapping[str, str]
+    next_s: float | None
+
+    def document(self) -> Mapping[str, object]:
+        """As JSON types; the time in UTC."""
+        next_s = self.next_s
+        at = None if next_s is None else datetime.fromtimestamp(next_s, timezone.utc).isoformat()
+        return {"now": dict([*self.now.items()][:_MOST_SHOWN]), "next_change": at}
+
+    def __str__(self) -> str:
+        shown = [f"{name}: {what}" for name, what in [*self.now.items()][:_MOST_SHOWN]]
+        more = len(self.now) - len(shown)
+        now = "; ".join([*shown, *([f"{more} more"] if more else [])]) or "none of them"
+        return f"hours that count now: {now}; the next change is at {self.document()['next_change']}"
+
+
+HoursText = Annotated[Hours, of.Reads(read_hours, of.schema(f"Days and hours, with their zone: {_EXAMPLE}."))]
+
+
+def as_entries(written: Mapping[Hours, E] | None) -> tuple[tuple[Hours, E], ...]:
+    """Changes by hours, in the order of the file. Raises ValueError for too many."""
+    if written is not None and len(written) > _MOST_HOURS:
+        raise ValueError(f"{len(written)} hours are more than anyone keeps in mind; write {_MOST_HOURS} or fewer")
+    return () if written is None else tuple(written.items())
