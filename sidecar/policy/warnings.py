@@ -14,6 +14,7 @@ from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
 from sidecar.policy.choices import Learn, Order, StoreLoss, TierSource, Unguarded, Unsized
 from sidecar.policy.fleet_warnings import fleet_warnings, model_warnings
+from sidecar.policy.hours import ByHours, ChangesByHours, never_counting
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import FilePlace, Found, Path, Problem, dotted, suggestion
 from sidecar.policy.rules import MOST_EXCESS, UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
@@ -46,6 +47,7 @@ _MOST_KEYS = 5
 def warnings(policy: Policy, place: Callable[[Path], FilePlace | None] = lambda _path: None) -> tuple[Problem, ...]:
     """The warnings of `sidecar check` about a valid policy. `place` knows the files' lines: `Loaded.place`."""
     found = [*_pool(policy), *_pools(policy), *_tenants(policy), *fleet_warnings(policy), *model_warnings(policy)]
+    found += _hours(policy)
     known = {*found}
     for hours, then in policy.in_all_hours():
         others = [warning for warning in (*_pool(then), *_pools(then)) if warning not in known]
@@ -479,6 +481,14 @@ def _too_small(
             f"lets {most:,} tokens through at once, and a request that names no maximum counts for {counted:,} "
             "and its prompt: each is over the limit; allow more, or a longer burst",
         )
+
+
+def _hours(policy: Policy) -> Found:
+    of_all: dict[Path, ByHours[ChangesByHours]] = {("tiers", tier.name, "hours"): tier.hours for tier in policy.tiers}
+    of_all |= {("tenants", name, "limits", "hours"): one.limits.hours for name, one in policy.named.items()}
+    for path, entries in of_all.items():
+        for hours in never_counting(tuple(hours for hours, _ in entries)) if len(entries) > 1 else ():
+            yield (*path, hours), "never counts: hours before it cover all of it; write it before them"
 
 
 def _ending_keys(keys: Sequence[TenantKey], path: Path) -> Found:
