@@ -81,7 +81,7 @@ class UserTurns:
         if tokens < 0 and (first := self._firsts.get(user)) is not None:
             self._leave_lane(first)
             first.place = min(first.place, max(virtual + first.charged, first.place + tokens))
-            insort(self.lane, first, key=by_place)
+            insort(self.lane, first, key=BY_PLACE)
 
     def place_again(self, user: str | None) -> None:
         """Places the user's first anew: it has been charged before that one."""
