@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from tests.support.shared_pools import begun
 from tests.support.signals import restore_for_children
 
 TESTS = Path(__file__).parent
+SECOND_STEP = re.compile(r"mark\.long|hypothesis")
+"""`sh .ci/test --long` reads the files that have this, and no others."""
 IS_CI = "CI" in os.environ
 """Properties try the same examples in every run of a commit. A developer's run looks for new ones."""
 EXAMPLES = Path(os.environ.get("SIDECAR_EXAMPLES") or Path.home() / ".cache" / "admission-sidecar" / "examples")
@@ -30,6 +34,7 @@ _database = DirectoryBasedExampleDatabase(EXAMPLES)
 settings.register_profile("few", deadline=None, database=_database, max_examples=50)
 settings.register_profile("many", deadline=None, database=_database, max_examples=400)
 settings.load_profile("few")
+gc.disable()  # until all tests are read: a third of that time would go to looking through what stays
 restore_for_children()
 raise_limit()  # a `sidecar serve` that a test starts has nothing to say of it
 # Engines of tests answer what a test is about, and count what comes. `tests/cli/test_serve_check.py` turns it on.
@@ -44,6 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     First the files directly in `tests/`, which start the most and take longest, so that none of them is left at the end
     while the other processes have nothing to do; tests on real time last.
     """
+    later = {item.path for item in items if item.get_closest_marker("long") or item.get_closest_marker("hypothesis")}
+    assert [path for path in later if not SECOND_STEP.search(path.read_text("utf-8"))] == []
     items.sort(key=lambda item: (item.get_closest_marker("alone") is not None, item.path.parent != TESTS))
     for item in items:
         group = "alone" if item.get_closest_marker("alone") else item.nodeid.partition("::")[0]
@@ -51,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Not `derandomize`, which forbids a database of examples.
         if IS_CI and item.get_closest_marker("hypothesis") and isinstance(item, pytest.Function):
             seed(0)(getattr(item.obj, "_hypothesis_state_machine_class", item.function))
+
+
+def pytest_collection_finish() -> None:
+    """Collects garbage from now on, but not among what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

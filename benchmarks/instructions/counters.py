@@ -81,8 +81,8 @@ class Callgrind:
     """`valgrind --tool=callgrind`: a simulated processor, fifty times slower, the same figures in every run."""
 
     name = "callgrind"
-    repetitions = 500
-    chunks = 5_000
+    repetitions = 250
+    chunks = 2_500
     """Repetitions of the parts that stream: each is small beside the background tasks, which run by the clock."""
 
     def missing(self) -> str | None:

@@ -41,7 +41,9 @@ def find_user(tenant: Tenant, headers: Mapping[bytes, bytes], body: bytes) -> Re
     if name is None:
         return UNKNOWN_USER
     key = hashlib.sha256(f"{tenant.name} {name}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return RequestUser(key, key if users.shown is ShownUsers.HASHED else name[:_MOST_SHOWN])
+    if users.shown is ShownUsers.HASHED:
+        return RequestUser(key, key)
+    return RequestUser(key, "".join(each if each.isprintable() else "?" for each in name[:_MOST_SHOWN]))
 
 
 def _named(source: str, headers: Mapping[bytes, bytes], body: bytes) -> str:

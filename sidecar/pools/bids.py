@@ -301,7 +301,7 @@ class Bids:
                 return False
             if not uncharged:
                 uncharged.append(self._uncharged(tier))
-            own = [it.tokens for it in self._in_turns(tier, ticket.tenant) if it.user == ticket.user]
+            own = [it.charged for it in self._in_turns(tier, ticket.tenant) if it.user == ticket.user]
             return queue.is_ahead(ticket, uncharged[0].get(ticket.tenant, 0.0), sum(own))
 
         ticket = tier.by_gain.find(now_us, is_ahead)

@@ -14,14 +14,13 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from benchmarks.instructions import __main__ as command
-from benchmarks.instructions import budgets, marks, mounted, proxied
+from benchmarks.instructions import budgets, marks, mounted
 from benchmarks.instructions.counters import (
     IDLE,
     Callgrind,
     CannotCount,
     Perf,
     call,
-    fixed_environment,
     perf_total,
 )
 from benchmarks.overhead_apps import bare
@@ -227,13 +226,3 @@ def test_a_middleware_that_became_slow_is_caught(monkeypatch: pytest.MonkeyPatch
     assert added(0) == pytest.approx(usual, rel=0.01)
     assert command.check({"mounted": added(0)}, budget, "perf") == 0
     assert command.check({"mounted": added(times=10)}, budget, "perf") == 1
-
-
-def test_the_mounted_program_runs_every_part() -> None:
-    mounted.run([], fixed_environment(), dict.fromkeys(command.MOUNTED, 3), policy=shipped_policies())
-
-
-def test_the_served_program_runs_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxied, "IDLE_S", 0.1)
-    seconds = proxied.run([], fixed_environment(), dict.fromkeys(command.PROXIED, 3), policy=shipped_policies())
-    assert seconds.keys() == set(command.PROXIED)

@@ -51,9 +51,3 @@ def test_the_shortest_walk_is_certain_when_it_came_several_times() -> None:
     assert not walk.is_certain([busy, busy, busy, quiet, quiet])
     assert walk.is_certain([quiet, busy, quiet, quiet])
     assert walk.is_certain([busy, *[quiet] * (walk.TIMES - 1), walk.Walk([], 0)] * walk.MOST)
-
-
-@pytest.mark.long
-def test_a_request_walks_no_further_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["walk", "--check"])
-    assert walk.main() == 0

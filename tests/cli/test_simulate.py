@@ -116,6 +116,17 @@ def played(folder: Path, name: str, by: Assign = Assign.REQUEST, patience_us: in
         return policy, play(offered, stage, ProductAdmission(policy, stage), patience_us)
 
 
+def test_tenants_take_turns_by_the_cost_of_tokens(folder: Path) -> None:
+    path, found = folder / "half" / "policy.yaml", []
+    for cost in ("", "cost: {}\n", "cost: {input: 0, output: 1000}\n"):
+        path.write_text(path.read_text() + cost)
+        _, run = played(folder, "half", Assign.TENANT)
+        found.append([one.first_us for one in run.offered])
+        path.write_text(path.read_text().removesuffix(cost))
+    plain, of_ones, by_output = found
+    assert plain == of_ones != by_output
+
+
 @pytest.mark.parametrize("name", ["now", "planned"])
 def test_gain_and_objectives_are_those_of_a_literal_computation(folder: Path, name: str) -> None:
     policy, run = played(folder, name)

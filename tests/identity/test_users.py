@@ -81,4 +81,5 @@ def test_a_user_of_another_tenant_is_another_and_plain_shows_the_name() -> None:
     plain = user('{"user": "bob"}', tenant(shown=ShownUsers.PLAIN))
     assert plain == RequestUser(BOB.key, "bob")
     assert len(user('{"user": "%s"}' % ("x" * 1_000), tenant(shown=ShownUsers.PLAIN)).shown) == 100
+    assert user('{"user": "b\\n\\u001b[2J"}', tenant(shown=ShownUsers.PLAIN)).shown == "b??[2J"
     assert find_user(Tenant(name="acme", level=0, max_level=0), {b"x-user-id": b"bob"}, b"{}") is None

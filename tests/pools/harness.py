@@ -12,7 +12,6 @@ from sidecar.engines import NoPriorityEngine
 from sidecar.policy.choices import Order, TierSource
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, pool_rules
-from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tier import Aging, Queue, Tier
 from sidecar.pools import Ask, Pool
 
@@ -89,11 +88,6 @@ def change_rules(pool: Pool, rules: PoolRules) -> None:
 def by_gain(policy: Policy) -> Policy:
     """The same, in another order."""
     return replace(policy, order=Order.GAIN, rules=replace(policy.rules, is_by_gain=True))
-
-
-def allow_any_size(sizes: SizeLimits) -> None:
-    """Some scenarios ask for what never fits, and want to see it wait."""
-    sizes.largest = sizes._limits = sizes._admissible = ((UNLIMITED, UNLIMITED),) * len(sizes.largest)
 
 
 def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_tokens: int | None = None) -> Policy:

@@ -7,8 +7,6 @@
 -- Where a tenant's users take turns (`user_turns.py`) its lane has the first ticket of each, by its place; the others wait in lanes of
 -- their own, `TENANT\0USER`. `users`: tenant -> its users' virtual time, their finish tags, and the places of their firsts.
 
-local VIRTUAL_OF_USERS, FINISH, FIRSTS = 1, 2, 3
-
 local function lane_of(queue, tenant)
   if not queue.lanes[tenant] and queue.texts[tenant] then queue.lanes[tenant] = { unpacked(queue.texts[tenant]) } end
   return queue.lanes[tenant]
@@ -79,7 +77,7 @@ local function for_queue(tier, each)
   for tenant, start in pairs(queue.starts) do
     local lane = lane_of(queue, tenant)
     for i = 1, #lane do each(ticket_at(lane, i), start) end
-    for user in pairs(queue.users[tenant] and queue.users[tenant][FIRSTS] or NOBODY) do
+    for user in pairs(queue.users[tenant] and queue.users[tenant].firsts or NOBODY) do
       local others = lane_of(queue, tenant .. '\0' .. user) or NOBODY
       for i = 1, #others do each(ticket_at(others, i), start) end
     end
@@ -153,6 +151,8 @@ local function charged(ticket) return ticket[COST] or ticket[TOKENS] end
 
 -- ---- the users of a tenant
 
+local turns = {} -- functions: a script has 200 locals at most
+
 local function insert(queue, name, ticket)
   local lane = lane_of(queue, name) or {}
   local i = #lane + 1
@@ -161,30 +161,30 @@ local function insert(queue, name, ticket)
   queue.lanes[name], queue.texts[name] = lane, nil
 end
 
-local function users_of(queue, tenant)
-  queue.users[tenant] = queue.users[tenant] or { 0, {}, {} }
+function turns.find(queue, tenant)
+  queue.users[tenant] = queue.users[tenant] or { virtual = 0, finish = {}, firsts = {} }
   return queue.users[tenant]
 end
 
-local function place_first(queue, ticket)
-  local users, user = users_of(queue, ticket[TENANT]), ticket[USER]
-  ticket[PLACE], ticket.packed = max(users[VIRTUAL_OF_USERS], users[FINISH][user] or 0) + charged(ticket), nil
-  users[FIRSTS][user] = ticket[PLACE]
+function turns.place(queue, ticket)
+  local users, user = turns.find(queue, ticket[TENANT]), ticket[USER]
+  ticket[PLACE], ticket.packed = max(users.virtual, users.finish[user] or 0) + charged(ticket), nil
+  users.firsts[user] = ticket[PLACE]
   insert(queue, ticket[TENANT], ticket)
 end
 
-local function first_of_user(queue, ticket)
-  if not users_of(queue, ticket[TENANT])[FIRSTS][ticket[USER]] then return nil end
+function turns.first(queue, ticket)
+  if not turns.find(queue, ticket[TENANT]).firsts[ticket[USER]] then return nil end
   local lane, i = lane_of(queue, ticket[TENANT]), 1
   while ticket_at(lane, i)[USER] ~= ticket[USER] do i = i + 1 end
   return lane[i]
 end
 
-local function add_of_user(queue, ticket)
-  local first, later = first_of_user(queue, ticket), ticket
+function turns.add(queue, ticket)
+  local first, later = turns.first(queue, ticket), ticket
   if not first or is_before(ticket, first) then
     if first then take_from(lane_of(queue, ticket[TENANT]), first) end
-    place_first(queue, ticket)
+    turns.place(queue, ticket)
     later = first
   end
   if later then
@@ -193,12 +193,12 @@ local function add_of_user(queue, ticket)
   end
 end
 
-local function take_out_of_user(queue, ticket)
+function turns.take_out(queue, ticket)
   local name = ticket[TENANT] .. '\0' .. ticket[USER]
   local others = lane_of(queue, name) or {}
   if take_from(lane_of(queue, ticket[TENANT]), ticket) then
-    users_of(queue, ticket[TENANT])[FIRSTS][ticket[USER]] = nil
-    if others[1] then place_first(queue, ticket_at(others, 1)) end
+    turns.find(queue, ticket[TENANT]).firsts[ticket[USER]] = nil
+    if others[1] then turns.place(queue, ticket_at(others, 1)) end
     table.remove(others, 1)
   else
     take_from(others, ticket)
@@ -207,55 +207,55 @@ local function take_out_of_user(queue, ticket)
   if #others == 0 then queue.lanes[name] = nil end
 end
 
-local function set_finish(users, user, finish)
-  local all, count = users[FINISH], 0
-  all[user] = finish > users[VIRTUAL_OF_USERS] and finish or nil
+function turns.set_finish(users, user, finish)
+  local all, count = users.finish, 0
+  all[user] = finish > users.virtual and finish or nil
   for _ in pairs(all) do count = count + 1 end
   if count <= MOST_AHEAD then return end
   for it, of in pairs(all) do
-    if of <= users[VIRTUAL_OF_USERS] then all[it], count = nil, count - 1 end
+    if of <= users.virtual then all[it], count = nil, count - 1 end
   end
   if count <= MOST_AHEAD then return end
   for it in pairs(all) do
-    if not users[FIRSTS][it] then all[it] = nil end
+    if not users.firsts[it] then all[it] = nil end
   end
 end
 
 -- A user's lease has grown; below 0: it has used less, and the user's first is placed so much earlier, but never before the virtual time.
-local function grow_user(queue, tenant, user, tokens)
+function turns.grow(queue, tenant, user, tokens)
   local users = queue.users[tenant]
-  local virtual = users[VIRTUAL_OF_USERS]
-  set_finish(users, user, max(virtual, max(virtual, users[FINISH][user] or 0) + tokens))
-  local place = users[FIRSTS][user]
+  local virtual = users.virtual
+  turns.set_finish(users, user, max(virtual, max(virtual, users.finish[user] or 0) + tokens))
+  local place = users.firsts[user]
   if tokens >= 0 or not place then return end
-  local first = first_of_user(queue, { [TENANT] = tenant, [USER] = user })
+  local first = turns.first(queue, { [TENANT] = tenant, [USER] = user })
   take_from(lane_of(queue, tenant), first)
   first[PLACE], first.packed = min(place, max(virtual + charged(first), place + tokens)), nil
-  users[FIRSTS][user] = first[PLACE]
+  users.firsts[user] = first[PLACE]
   insert(queue, tenant, first)
 end
 
 -- Its user is charged for one that leaves its tenant's queue, whose first is `first`: time passes to that one.
-local function charge_user(queue, ticket, first)
-  local users, user, own = users_of(queue, ticket[TENANT]), ticket[USER], first_of_user(queue, ticket)
+function turns.charge(queue, ticket, first)
+  local users, user, own = turns.find(queue, ticket[TENANT]), ticket[USER], turns.first(queue, ticket)
   local passed = first[PLACE] - (rules[R_BY_GAIN] and charged(first) or 0)
-  users[VIRTUAL_OF_USERS] = max(users[VIRTUAL_OF_USERS], passed)
-  set_finish(users, user, max(own[PLACE] - charged(own), users[FINISH][user] or 0) + charged(ticket))
+  users.virtual = max(users.virtual, passed)
+  turns.set_finish(users, user, max(own[PLACE] - charged(own), users.finish[user] or 0) + charged(ticket))
   if own ~= ticket then -- by gain
     take_from(lane_of(queue, ticket[TENANT]), own)
-    place_first(queue, own)
+    turns.place(queue, own)
   end
 end
 
 -- Nothing is remembered where nobody waits and no user is ahead.
-local function forget_users(queue, tenant)
+function turns.forget(queue, tenant)
   local users, is_at_rest = queue.users[tenant], true
-  for _, finish in pairs(users and users[FINISH] or NOBODY) do is_at_rest = is_at_rest and finish <= users[VIRTUAL_OF_USERS] end
+  for _, finish in pairs(users and users.finish or NOBODY) do is_at_rest = is_at_rest and finish <= users.virtual end
   if is_at_rest then queue.users[tenant] = nil end
 end
 
 -- The first of a tenant whose users take turns, unless it is the one that leaves.
-local function first_before(queue, ticket)
+function turns.first_before(queue, ticket)
   local lane = ticket[USER] and not ticket[HAS_RETURNED] and lane_of(queue, ticket[TENANT])
   local first = lane and ticket_at(lane, 1)
   return first ~= ticket and first or nil
@@ -266,14 +266,14 @@ end
 local function queue_add(ticket)
   local tier, tenant = ticket[TIER], ticket[TENANT]
   local t, queue = tiers[tier], queue_of(tier)
-  local before = first_before(queue, ticket)
+  local before = turns.first_before(queue, ticket)
   t[LARGEST], t[SMALLEST] = max(t[LARGEST], charged(ticket)), min(t[SMALLEST], ticket[TOKENS])
   if ticket[HAS_RETURNED] then
     local first = next_of(tier)
     ticket[START] = first and min(t[VIRTUAL], first[START]) or t[VIRTUAL]
     queue.returned[#queue.returned + 1] = ticket
   elseif ticket[USER] then
-    add_of_user(queue, ticket)
+    turns.add(queue, ticket)
   else
     insert(queue, tenant, ticket)
   end
@@ -285,10 +285,10 @@ end
 local function take_out(queue, ticket)
   local tenant = ticket[TENANT]
   local list = ticket[HAS_RETURNED] and queue.returned or lane_of(queue, tenant)
-  if ticket[USER] and not ticket[HAS_RETURNED] then take_out_of_user(queue, ticket) else take_from(list, ticket) end
+  if ticket[USER] and not ticket[HAS_RETURNED] then turns.take_out(queue, ticket) else take_from(list, ticket) end
   if not ticket[HAS_RETURNED] and #list == 0 then
     queue.lanes[tenant], queue.texts[tenant], queue.starts[tenant] = nil, nil, nil
-    forget_users(queue, tenant)
+    turns.forget(queue, tenant)
   end
   tiers[ticket[TIER]][QUEUED] = tiers[ticket[TIER]][QUEUED] - 1
   if queue.by_gain then
@@ -300,7 +300,7 @@ end
 -- One that leaves by cancellation: it costs nothing.
 local function queue_remove(ticket)
   local queue = queue_of(ticket[TIER])
-  local before = first_before(queue, ticket)
+  local before = turns.first_before(queue, ticket)
   take_out(queue, ticket)
   tag(ticket[TIER], ticket[TENANT], before)
 end
@@ -319,7 +319,7 @@ end
 local function queue_leave(ticket)
   local tier, tenant = ticket[TIER], ticket[TENANT]
   local t, queue = tiers[tier], queue_of(tier)
-  local before = first_before(queue, ticket)
+  local before = turns.first_before(queue, ticket)
   if not rules[R_BY_GAIN] then t[VIRTUAL] = max(t[VIRTUAL], ticket[START] or 0) end
   if not ticket[HAS_RETURNED] then
     local first = ticket_at(lane_of(queue, tenant), 1)
@@ -327,7 +327,7 @@ local function queue_leave(ticket)
     queue.finish[tenant] = finish
     forget_tags(tier, queue)
     if first ~= ticket and (not first[START] or first[START] < finish) then first[START], first.packed = finish, nil end
-    if ticket[USER] then charge_user(queue, ticket, first) end
+    if ticket[USER] then turns.charge(queue, ticket, first) end
   end
   take_out(queue, ticket)
   tag(tier, tenant, before)
@@ -341,7 +341,7 @@ local function queue_charge(tier, tenant, tokens, weight, user)
   queue.finish[tenant] = max(virtual, max(virtual, queue.finish[tenant] or 0) + tokens / weight)
   local lane = lane_of(queue, tenant)
   local users, first = user and lane and queue.users[tenant], lane and ticket_at(lane, 1)
-  if users then grow_user(queue, tenant, user, tokens) end
+  if users then turns.grow(queue, tenant, user, tokens) end
   changed['q:' .. tier] = true
   if tokens >= 0 or not first then return end
   tag(tier, tenant, first) -- its user's turn may be before that of the one that was first
@@ -355,7 +355,7 @@ local function is_ahead(ticket)
   local queue = queue_of(ticket[TIER])
   local ahead = ((queue.finish[ticket[TENANT]] or 0) - tiers[ticket[TIER]][VIRTUAL]) * ticket[WEIGHT]
   local users = ticket[USER] and queue.users[ticket[TENANT]]
-  if users then ahead = max(ahead, (users[FINISH][ticket[USER]] or 0) - users[VIRTUAL_OF_USERS]) end
+  if users then ahead = max(ahead, (users.finish[ticket[USER]] or 0) - users.virtual) end
   return not ticket[HAS_RETURNED] and ahead > 2 * tiers[ticket[TIER]][LARGEST]
 end
 
