@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, GetJsonSchemaHandler
@@ -26,7 +26,6 @@ PREFIX = "sha256:"
 _WELL_FORMED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
-_MOMENT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(Z|[+-]\d\d:\d\d)", re.ASCII)
 _DAY_S = 24 * 3600
 _LATEST_S = 253_402_214_400
 """The end of the year 9999, less a day: what a calendar can show."""
@@ -76,15 +75,10 @@ def _public_name(value: object) -> str:
 def _expiry_s(value: object) -> int:
     """The Unix time from which a key no longer counts: after a day, in UTC, or at a time with its zone."""
     written = value.text if isinstance(value, units.Ambiguous) else units.text(value, "a day", "2027-01-31")
+    is_day = _DAY.fullmatch(written) is not None
     try:
-        if _DAY.fullmatch(written):
-            end = datetime.fromisoformat(written).replace(tzinfo=timezone.utc) + timedelta(days=1)
-        elif _MOMENT.fullmatch(written):
-            end = datetime.fromisoformat(written.replace("Z", "+00:00"))
-        else:
-            raise ValueError
-        end_s = int(end.timestamp())
-        if not _DAY_S <= end_s <= _LATEST_S:
+        end = units.moment(f"{written}T00:00Z" if is_day else written)
+        if end is None or not _DAY_S <= (end_s := int(end.timestamp()) + _DAY_S * is_day) <= _LATEST_S:
             raise ValueError
     except (ValueError, OverflowError):
         wanted = 'write its last day, such as 2027-01-31, or "2027-01-31T18:00:00+01:00"'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from fractions import Fraction
 
 from sidecar.policy.problems import quoted
@@ -27,6 +28,7 @@ _BARE = re.compile(_NUMBER, re.ASCII)
 _DURATION = re.compile(rf"{_NUMBER}\s*(us|ms|s|m|h)", re.ASCII)
 _COUNT = re.compile(rf"{_NUMBER}\s*([kKMG]?)", re.ASCII)
 _SIZE = re.compile(rf"{_NUMBER}\s*(B|KiB|MiB|GiB)?", re.ASCII)
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d(?::\d\d)?)(?:\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 
 _SECONDS = {
     "us": Fraction(1, 1_000_000),
@@ -151,6 +153,14 @@ def positive_duration_s(value: object) -> Fraction:
     if found <= 0:
         raise ValueError(f'{quoted(str(value))} is no time at all; write a time above zero such as "30s"')
     return found
+
+
+def moment(written: str) -> datetime | None:
+    """A time with its zone; None for another text. Raises ValueError where no calendar has it."""
+    if (match := _MOMENT.fullmatch(written)) is None:
+        return None
+    day, clock, zone = match.groups()
+    return datetime.fromisoformat(f"{day}T{clock}{'+00:00' if zone in 'Zz' else zone}")
 
 
 def count(value: object) -> int:
