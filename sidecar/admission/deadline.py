@@ -32,8 +32,7 @@ def asked_deadline_us(raw: bytes, now_us: int) -> int:
     """The deadline that a header's value states, by the clock of `now_us`. Raises InvalidHeader."""
     text = raw.decode("latin-1").strip()
     try:
-        end = moment(text)
-        left_s = float(duration_s(text)) if end is None else seconds_until(end)
+        left_s = seconds_until(moment(text)) if ":" in text else float(duration_s(text))
     except ValueError:
         raise InvalidHeader(f"{DEADLINE_HEADER.decode()}: {text[:40]!r} is no deadline; {_WRITE}") from None
     return now_us + round(left_s * 1e6)
@@ -56,9 +55,9 @@ def lower_deadline_us(policy: Policy, level: int, deadline_us: int, now_us: int)
     return None if most_s is None else min(deadline_us, now_us + round(most_s * 1e6))
 
 
-def seconds_until(end: datetime) -> float:
+def seconds_until(deadline: datetime) -> float:
     """The seconds from now to a moment that has a zone, by the wall clock; negative where it has passed."""
-    return end.timestamp() - time.time()
+    return deadline.timestamp() - time.time()
 
 
 class RisingWait:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Annotated
@@ -75,15 +77,13 @@ def _public_name(value: object) -> str:
 def _expiry_s(value: object) -> int:
     """The Unix time from which a key no longer counts: after a day, in UTC, or at a time with its zone."""
     written = value.text if isinstance(value, units.Ambiguous) else units.text(value, "a day", "2027-01-31")
-    is_day = _DAY.fullmatch(written) is not None
-    try:
-        end = units.moment(f"{written}T00:00Z" if is_day else written)
-        if end is None or not _DAY_S <= (end_s := int(end.timestamp()) + _DAY_S * is_day) <= _LATEST_S:
-            raise ValueError
-    except (ValueError, OverflowError):
-        wanted = 'write its last day, such as 2027-01-31, or "2027-01-31T18:00:00+01:00"'
-        raise ValueError(f"{quoted(written)} is no day, and no time with its zone; {wanted}") from None
-    return end_s
+    with suppress(ValueError):
+        is_day = _DAY.fullmatch(written) is not None
+        begin_s = int(units.moment(f"{written}T00:00Z" if is_day else written).timestamp())
+        if _DAY_S <= (end_s := begin_s + is_day * _DAY_S) <= _LATEST_S:
+            return end_s
+    wanted = 'write its last day, such as 2027-01-31, or "2027-01-31T18:00:00+01:00"'
+    raise ValueError(f"{quoted(written)} is no day, and no time with its zone; {wanted}")
 
 
 _HASH = of.schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$")
@@ -154,11 +154,9 @@ def _as_key(written: object) -> object:
 
 
 def _named_once(keys: tuple[TenantKey, ...]) -> tuple[TenantKey, ...]:
-    names: set[str] = set()
-    for one in dict.fromkeys(keys):  # one that stands there twice is another mistake
-        if one.name in names:
-            raise ValueError(f"two keys are called {quoted(one.name)}; give each a name of its own")
-        names |= {one.name} if one.name else set()
+    names = Counter(one.name for one in {*keys} if one.name)  # one that stands there twice is another mistake
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"two keys are called {quoted(twice[0])}; give each a name of its own")
     return keys
 
 

@@ -75,6 +75,14 @@ def kind(value: object) -> str:
     return "a list" if isinstance(value, list) else "a single value"
 
 
+def moment(text: str) -> datetime:
+    """A day and a time with its zone: `2027-01-31T18:00:00Z`. Parts of a second do not count. Raises ValueError."""
+    if (parts := _MOMENT.fullmatch(text)) is None:
+        raise ValueError(f"{quoted(text)} is no time with its zone")
+    day, clock, zone = parts.groups()
+    return datetime.fromisoformat(f"{day}T{clock}{'+00:00' if zone in 'Zz' else zone}")
+
+
 def text(value: object, what: str, example: str) -> str:
     """A printable, non-empty text."""
     if isinstance(value, (bool, int, float)):
@@ -153,14 +161,6 @@ def positive_duration_s(value: object) -> Fraction:
     if found <= 0:
         raise ValueError(f'{quoted(str(value))} is no time at all; write a time above zero such as "30s"')
     return found
-
-
-def moment(written: str) -> datetime | None:
-    """A time with its zone; None for another text. Raises ValueError where no calendar has it."""
-    if (match := _MOMENT.fullmatch(written)) is None:
-        return None
-    day, clock, zone = match.groups()
-    return datetime.fromisoformat(f"{day}T{clock}{'+00:00' if zone in 'Zz' else zone}")
 
 
 def count(value: object) -> int:

@@ -6,18 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from sidecar.policy.declared import figures
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import printable
 from sidecar.policy.reload import UsesPolicy
 from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_json, read_record, with_stored
-from sidecar.policy.tenant import AccountLimits, Limits, Tenant
+from sidecar.policy.tenant import Tenant
 from sidecar.policy.tenant_keys import PREFIX, find_key
 from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
@@ -308,22 +308,17 @@ def key_rows(tenant: Tenant, policy: Policy) -> list[KeyRow]:
 
 def _new_record(tenant: Tenant, tiers: Sequence[str]) -> Mapping[str, Any]:
     """A tenant of the files, with the keys that its file may have."""
-    limits = _limits_record(tenant.limits)
+    limits = _limits_record(figures(tenant.limits))
     over = {} if tenant.downgrade_level is None else {"over_limit": {"downgrade": tiers[tenant.downgrade_level]}}
     levels = {"tier": tiers[tenant.level], "max_tier": tiers[tenant.max_level], "weight": tenant.weight}
     return {**levels, **({"limits": limits} if limits else {}), **over}
 
 
-def _limits_record(limits: AccountLimits) -> dict[str, Any]:
-    found = {
-        one.name: getattr(limits, one.name) for one in fields(limits) if one.name not in ("burst_us", "models", "hours")
-    }
-    found = {name: value for name, value in found.items() if value is not None}
-    if isinstance(limits, Limits) and limits.models:
-        found["models"] = {model: _limits_record(one) for model, one in limits.models.items()}
-    if isinstance(limits, Limits) and limits.hours:
-        found["hours"] = {str(hours): entry.changes() for hours, entry in limits.hours}
-    return {**found, "burst": f"{limits.burst_us / 1e6:g}s"} if found else {}
+def _limits_record(limits: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in limits.items() if value is not None and name != "burst"}
+    if "models" in found:
+        found["models"] = {model: _limits_record(one) for model, one in limits["models"].items()}
+    return {**found, "burst": f"{limits['burst']:g}s"} if found else {}
 
 
 def _read_all(texts: Mapping[str, bytes], known: _Found, policy: Policy) -> _Found:
