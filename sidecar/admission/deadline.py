@@ -7,7 +7,6 @@ then on the pool's clock counts: a wall clock that is set changes nothing.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from sidecar.admission.intake import DEADLINE_HEADER
 from sidecar.errors import InvalidHeader
 from sidecar.policy.model import Policy
-from sidecar.policy.units import duration_s
+from sidecar.policy.units import duration_s, moment
 
 if TYPE_CHECKING:
     from sidecar.pools import Lease, Pool
@@ -26,7 +25,6 @@ LEAST_US = 100_000
 SPREAD = 0.1
 """Part of the measured wait by which some rise earlier: thousands with one deadline would rise in one moment."""
 
-_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d(?::\d\d)?)(?:\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 _WRITE = "send a time with its zone such as 2027-01-31T06:00:00Z, or a duration such as 6h, of at most a year"
 
 
@@ -34,11 +32,7 @@ def asked_deadline_us(raw: bytes, now_us: int) -> int:
     """The deadline that a header's value states, by the clock of `now_us`. Raises InvalidHeader."""
     text = raw.decode("latin-1").strip()
     try:
-        if (moment := _MOMENT.fullmatch(text)) is None:
-            left_s = float(duration_s(text))
-        else:
-            day, clock, zone = moment.groups()
-            left_s = seconds_until(datetime.fromisoformat(f"{day}T{clock}{'+00:00' if zone in 'Zz' else zone}"))
+        left_s = seconds_until(moment(text)) if ":" in text else float(duration_s(text))
     except ValueError:
         raise InvalidHeader(f"{DEADLINE_HEADER.decode()}: {text[:40]!r} is no deadline; {_WRITE}") from None
     return now_us + round(left_s * 1e6)
@@ -61,9 +55,9 @@ def lower_deadline_us(policy: Policy, level: int, deadline_us: int, now_us: int)
     return None if most_s is None else min(deadline_us, now_us + round(most_s * 1e6))
 
 
-def seconds_until(moment: datetime) -> float:
+def seconds_until(deadline: datetime) -> float:
     """The seconds from now to a moment that has a zone, by the wall clock; negative where it has passed."""
-    return moment.timestamp() - time.time()
+    return deadline.timestamp() - time.time()
 
 
 class RisingWait:

@@ -91,7 +91,7 @@ def load_files(path: str | FilePath) -> Loaded:
 
 def _too_much_reserved(policy: Policy) -> Iterator[str]:
     """A sentence for hours in which the tiers reserve more than the pool. At other times `pool_problems` says so."""
-    if all(entry.reserve is None for tier in policy.tiers for _, entry in tier.hours):
+    if all(entry.reserve is None for tier in policy.tiers for entry in tier.hours.values()):
         return
     for hours, then in policy.in_all_hours():
         if (promised := sum(tier.reserve for tier in then.tiers)) > 1:

@@ -137,6 +137,11 @@ def values(record: DataclassInstance) -> dict[str, Any]:
     return {one.name: getattr(record, one.name) for one in fields(record)}
 
 
+def given(record: DataclassInstance) -> dict[str, Any]:
+    """The fields of a record that are not None: what is written where nothing is the default of each."""
+    return {name: value for name, value in values(record).items() if value is not None}
+
+
 _PARTS = {"_us": 1_000_000, "_percent": 100, "_thousandths": 1000, "speed": 1000}
 """Endings of fields that count in parts of one, with the number of the parts."""
 
@@ -149,10 +154,9 @@ def figures(value: Any, name: str = "") -> Any:
     parts = next((parts for ending, parts in _PARTS.items() if name.endswith(ending)), None)
     if is_dataclass(value) and not isinstance(value, type):
         found = {one: getattr(value, one.name) for one in fields(value)}
-        found = {one: it for one, it in found.items() if it != {} and (one.name != "hours" or it)}
-        return {written_name(one): figures(it, one.name) for one, it in found.items()}
+        return {written_name(one): figures(it, one.name) for one, it in found.items() if it != {}}
     if name == "hours":
-        return {str(hours): entry.changes() for hours, entry in value}
+        return {hours: figures(given(entry)) for hours, entry in value.items()}
     if isinstance(value, tuple):
         return [figures(one) for one in value]
     if isinstance(value, dict):

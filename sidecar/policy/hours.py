@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime, time, timedelta, timezone, tzinfo
 from fractions import Fraction
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 from sidecar.policy import fields as of
 from sidecar.policy import units
+from sidecar.policy.declared import given
 from sidecar.policy.problems import quoted
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from sidecar.policy.tenant import Limits
+    from sidecar.policy.tier import Tier
 
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_MIN = 24 * 60
@@ -36,6 +44,7 @@ WEEKS_S = (1_768_176_000, 1_783_900_800)
 """The begins of a week in January and one in July of 2026. A zone has one time in each."""
 
 E = TypeVar("E")
+R = TypeVar("R", "Tier", "Limits")
 
 
 class Hours(str):
@@ -60,29 +69,27 @@ class Hours(str):
         return any(begin_s <= at_s < end_s for begin_s, end_s in self.spans(at_s, 0))
 
 
-class ChangesByHours:
-    """Changes in some hours: a record whose fields are None where they are as at other times."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return ", ".join(
-            f"{name} {of.percent(value) if isinstance(value, Fraction) else format(value, ',')}"
-            for name, value in self.changes().items()
-        )
-
-    def changes(self) -> dict[str, Any]:
-        """The fields that are written."""
-        of_all = {name: getattr(self, name) for name in self.__dataclass_fields__}  # type: ignore[attr-defined]
-        return {name: value for name, value in of_all.items() if value is not None}
+ByHours = Mapping[Hours, E]
+"""Changes by hours, in the order of the file: records whose fields are None where they are as at other times."""
 
 
-ByHours = Sequence[tuple[Hours, E]]
+def first_covering(entries: Iterable[Hours], at_s: float) -> Hours | None:
+    """The first hours that cover a time, which count; None where none cover it."""
+    return next((hours for hours in entries if hours.cover(at_s)), None)
 
 
-def entry_at(entries: ByHours[E], at_s: float) -> tuple[Hours, E] | None:
-    """The first hours that cover a time, which count, and their changes; None where none cover it."""
-    return next(((hours, entry) for hours, entry in entries if hours.cover(at_s)), None)
+def changes_text(entry: DataclassInstance) -> str:
+    """Changes in some hours as a sentence lists them."""
+    changes = given(entry).items()
+    return ", ".join(
+        f"{name} {of.percent(it) if isinstance(it, Fraction) else format(it, ',')}" for name, it in changes
+    )
+
+
+def record_at(record: R, time_s: float) -> R:
+    """A record that has `hours`, with what they say at a time, in Unix seconds."""
+    hours = first_covering(record.hours, time_s)
+    return record if hours is None else replace(record, **given(record.hours[hours]))
 
 
 def covering(all_hours: Iterable[Hours], at_s: float) -> frozenset[Hours]:
@@ -96,10 +103,10 @@ def borders_s(all_hours: Iterable[Hours], at_s: float) -> list[float]:
 
 
 @lru_cache(maxsize=1024)  # many tenants have the same hours
-def never_counting(all_hours: tuple[Hours, ...]) -> Sequence[Hours]:
+def never_counting(all_hours: tuple[Hours, ...]) -> list[Hours]:
     """Hours in the order of a file, of which those do not count that others before them cover at all times."""
     times_s = (at_s for week_s in WEEKS_S for at_s in borders_s(all_hours, week_s))
-    counting = {next((hours for hours in all_hours if hours.cover(at_s)), None) for at_s in times_s}
+    counting = {first_covering(all_hours, at_s) for at_s in times_s}
     return [hours for hours in all_hours if hours not in counting]
 
 
@@ -170,8 +177,8 @@ class HoursNow(NamedTuple):
 HoursText = Annotated[Hours, of.Reads(read_hours, of.schema(f"Days and hours, with their zone: {_EXAMPLE}."))]
 
 
-def as_entries(written: Mapping[Hours, E] | None) -> tuple[tuple[Hours, E], ...]:
-    """Changes by hours, in the order of the file. Raises ValueError for too many."""
+def not_too_many(written: ByHours[E] | None) -> ByHours[E]:
+    """Changes by hours, also where none are written. Raises ValueError for too many."""
     if written is not None and len(written) > _MOST_HOURS:
         raise ValueError(f"{len(written)} hours are more than anyone keeps in mind; write {_MOST_HOURS} or fewer")
-    return () if written is None else tuple(written.items())
+    return written or {}

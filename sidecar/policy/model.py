@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.choices import (
@@ -19,7 +20,17 @@ from sidecar.policy.choices import (
 )
 from sidecar.policy.cost import TokenCost
 from sidecar.policy.fleet import EngineAddress, largest_size, pool_prefill, pool_size
-from sidecar.policy.hours import WEEKS_S, ByHours, ChangesByHours, Hours, HoursNow, borders_s, covering, entry_at
+from sidecar.policy.hours import (
+    WEEKS_S,
+    ByHours,
+    Hours,
+    HoursNow,
+    borders_s,
+    changes_text,
+    covering,
+    first_covering,
+    record_at,
+)
 from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.policy.tenant import Tenant
@@ -168,11 +179,11 @@ class Policy(PoolFile):
     @property
     def all_hours(self) -> frozenset[Hours]:
         """All hours in which something else counts than at other times."""
-        return frozenset(hours for entries in self._by_hours().values() for hours, _ in entries)
+        return frozenset(hours for entries in self._by_hours().values() for hours in entries)
 
-    def _by_hours(self) -> Mapping[str, ByHours[ChangesByHours]]:
+    def _by_hours(self) -> Mapping[str, ByHours[Any]]:
         """Changes by hours of each tier and tenant that has any."""
-        of_all: dict[str, ByHours[ChangesByHours]] = {f"tier {tier.name}": tier.hours for tier in self.tiers}
+        of_all: dict[str, ByHours[Any]] = {f"tier {tier.name}": tier.hours for tier in self.tiers}
         of_all |= {f"tenant {name}": tenant.limits.hours for name, tenant in self.named.items()}
         return {name: entries for name, entries in of_all.items() if entries}
 
@@ -180,15 +191,16 @@ class Policy(PoolFile):
         """Changes that count at a time; None for a policy without hours."""
         if not (all_hours := self.all_hours):
             return None
-        found = {name: entry_at(entries, time_s) for name, entries in self._by_hours().items()}
-        now = {name: f"{one[1]} ({one[0]})" for name, one in found.items() if one is not None}
+        by_hours = self._by_hours()
+        found = {name: hours for name, entries in by_hours.items() if (hours := first_covering(entries, time_s))}
+        now = {name: f"{changes_text(by_hours[name][hours])} ({hours})" for name, hours in found.items()}
         counting = covering(all_hours, time_s)
         following = (at_s for at_s in borders_s(all_hours, time_s) if covering(all_hours, at_s) != counting)
         return HoursNow(now, next(following, None))
 
     def in_all_hours(self) -> Iterator[tuple[str, Policy]]:
         """Combinations of tiers' hours in a week of winter and in one of summer, each with the policy as it is then."""
-        of_tiers = {hours for tier in self.tiers for hours, _ in tier.hours}
+        of_tiers = {hours for tier in self.tiers for hours in tier.hours}
         spans = [(*span, hours) for week_s in WEEKS_S for hours in of_tiers for span in hours.spans(week_s)]
         seen: set[frozenset[Hours]] = {frozenset()}
         for at_s in sorted({border_s for begin_s, end_s, _ in spans for border_s in (begin_s, end_s)}):
@@ -202,12 +214,12 @@ class Policy(PoolFile):
         if not self.all_hours:
             return self
         named = {
-            name: replace(one, limits=one.limits.at(time_s)) if one.limits.hours else one
+            name: replace(one, limits=record_at(one.limits, time_s)) if one.limits.hours else one
             for name, one in self.named.items()
         }
         changed = replace(
             self,
-            tiers=tuple(tier.at(time_s) for tier in self.tiers),
+            tiers=tuple(record_at(tier, time_s) for tier in self.tiers),
             named=MappingProxyType(named),
             _as_written=self,
         )

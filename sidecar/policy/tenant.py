@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, NamedTuple
 
@@ -12,7 +12,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from sidecar.policy import fields as of
 from sidecar.policy.choices import ShownUsers
 from sidecar.policy.declared import OrDefault, ReadAs, declared, key, values
-from sidecar.policy.hours import ByHours, ChangesByHours, HoursText, as_entries, entry_at
+from sidecar.policy.hours import ByHours, HoursText, not_too_many
 from sidecar.policy.tenant_keys import TenantKey, TenantKeys
 
 
@@ -71,7 +71,7 @@ def _by_model(models: dict[str, AccountLimits] | None) -> Mapping[str, AccountLi
 
 @dataclass(frozen=True, slots=True)
 @declared
-class LimitsHours(ChangesByHours):
+class LimitsHours:
     """Limits of a tenant in some hours. A key that is left out is as at other times."""
 
     requests_per_minute: of.RateCount | None = key(None, "The `requests_per_minute` then.", 60)
@@ -95,17 +95,12 @@ class Limits(AccountLimits):
         {"llama-70b": {"tokens_per_minute": "50k"}},
     )
     hours: Annotated[
-        ByHours[LimitsHours], ReadAs(Annotated[dict[HoursText, LimitsHours], _HOURS] | None, as_entries)
+        ByHours[LimitsHours], ReadAs(Annotated[dict[HoursText, LimitsHours], _HOURS] | None, not_too_many)
     ] = key(
         None,
         "Other limits by days and hours, as those of a tier. The first that covers the time counts.",
         {"mon-fri 08:00-18:00 Europe/Berlin": {"requests_per_minute": 60}},
     )
-
-    def at(self, time_s: float) -> Limits:
-        """The limits that count at a time, in Unix seconds."""
-        found = entry_at(self.hours, time_s)
-        return self if found is None else replace(self, **found[1].changes())
 
 
 NO_LIMITS = Limits()

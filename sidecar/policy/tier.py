@@ -9,8 +9,8 @@ from typing import Annotated
 from pydantic import ValidationInfo, field_validator
 
 from sidecar.policy import fields as of
-from sidecar.policy.declared import OrDefault, ReadAs, declared, key, values
-from sidecar.policy.hours import ByHours, ChangesByHours, HoursText, as_entries, entry_at
+from sidecar.policy.declared import OrDefault, ReadAs, declared, given, key, values
+from sidecar.policy.hours import ByHours, HoursText, not_too_many
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +128,12 @@ class TierTimeouts:
 
     def beside(self, pool: Timeouts) -> Timeouts:
         """The tier's timeouts: those of the pool where it has none of its own."""
-        own = {name: most_s for name, most_s in values(self).items() if most_s is not None}
-        return replace(pool, **own)
+        return replace(pool, **given(self))
 
 
 @dataclass(frozen=True, slots=True)
 @declared
-class TierHours(ChangesByHours):
+class TierHours:
     """Shares of a tier in some hours. A key that is left out is as at other times."""
 
     reserve: of.Share | None = key(None, "The tier's `reserve` then.", "20%")
@@ -190,7 +189,7 @@ class TierBody:
         None, "The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).", "32k"
     )
 
-    hours: Annotated[ByHours[TierHours], ReadAs(Annotated[dict[HoursText, TierHours], _HOURS] | None, as_entries)] = (
+    hours: Annotated[ByHours[TierHours], ReadAs(Annotated[dict[HoursText, TierHours], _HOURS] | None, not_too_many)] = (
         key(
             None,
             "Other shares by days and hours, such as `mon-fri 08:00-18:00 Europe/Berlin`, `sat,sun UTC` or "
@@ -224,8 +223,8 @@ class TierBody:
     @field_validator("hours")
     @classmethod
     def _hours_are_possible(cls, hours: ByHours[TierHours], info: ValidationInfo) -> ByHours[TierHours]:
-        for text, entry in hours:
-            then = {**info.data, **entry.changes()}
+        for text, entry in hours.items():
+            then = {**info.data, **given(entry)}
             try:
                 _check_limit(then.get("limit"), then.get("reserve"), always_first=then.get("always_first", False))
             except ValueError as mistake:
@@ -253,11 +252,6 @@ class Tier(TierBody):
     name: str = ""
     level: int = 0
     timeouts: Timeouts = Timeouts()
-
-    def at(self, time_s: float) -> Tier:
-        """The tier with the shares that count at a time, in Unix seconds."""
-        found = entry_at(self.hours, time_s)
-        return self if found is None else replace(self, **found[1].changes())
 
     @property
     def hold(self) -> Fraction:

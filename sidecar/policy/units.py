@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from fractions import Fraction
 
 from sidecar.policy.problems import quoted
@@ -27,6 +28,7 @@ _BARE = re.compile(_NUMBER, re.ASCII)
 _DURATION = re.compile(rf"{_NUMBER}\s*(us|ms|s|m|h)", re.ASCII)
 _COUNT = re.compile(rf"{_NUMBER}\s*([kKMG]?)", re.ASCII)
 _SIZE = re.compile(rf"{_NUMBER}\s*(B|KiB|MiB|GiB)?", re.ASCII)
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d(?::\d\d)?)(?:\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 
 _SECONDS = {
     "us": Fraction(1, 1_000_000),
@@ -71,6 +73,14 @@ def kind(value: object) -> str:
     if isinstance(value, dict):
         return "a mapping"
     return "a list" if isinstance(value, list) else "a single value"
+
+
+def moment(text: str) -> datetime:
+    """A day and a time with its zone: `2027-01-31T18:00:00Z`. Parts of a second do not count. Raises ValueError."""
+    if (parts := _MOMENT.fullmatch(text)) is None:
+        raise ValueError(f"{quoted(text)} is no time with its zone")
+    day, clock, zone = parts.groups()
+    return datetime.fromisoformat(f"{day}T{clock}{'+00:00' if zone in 'Zz' else zone}")
 
 
 def text(value: object, what: str, example: str) -> str:

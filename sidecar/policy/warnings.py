@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from operator import itemgetter
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
 from sidecar.policy.choices import Learn, Order, StoreLoss, TierSource, Unguarded, Unsized
 from sidecar.policy.fleet_warnings import fleet_warnings, model_warnings
-from sidecar.policy.hours import ByHours, ChangesByHours, never_counting
+from sidecar.policy.hours import Hours, never_counting
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import FilePlace, Found, Path, Problem, dotted, suggestion
 from sidecar.policy.rules import MOST_EXCESS, UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
@@ -484,10 +484,10 @@ def _too_small(
 
 
 def _hours(policy: Policy) -> Found:
-    of_all: dict[Path, ByHours[ChangesByHours]] = {("tiers", tier.name, "hours"): tier.hours for tier in policy.tiers}
+    of_all: dict[Path, Iterable[Hours]] = {("tiers", tier.name, "hours"): tier.hours for tier in policy.tiers}
     of_all |= {("tenants", name, "limits", "hours"): one.limits.hours for name, one in policy.named.items()}
-    for path, entries in of_all.items():
-        for hours in never_counting(tuple(hours for hours, _ in entries)) if len(entries) > 1 else ():
+    for path, all_hours in of_all.items():
+        for hours in never_counting(tuple(all_hours)):
             yield (*path, hours), "never counts: hours before it cover all of it; write it before them"
 
 
