@@ -23,7 +23,7 @@ from sidecar.cli.output import CommandFailed
 from sidecar.policy.compiler import Loaded
 from sidecar.policy.declared import Context
 from sidecar.policy.problems import dotted
-from sidecar.policy.source import LOADER, read
+from sidecar.policy.source import LARGEST_FILE_BYTES, LOADER, read
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.tenant_keys import TenantKey, UnknownKey, find_key
 from sidecar.policy.validate import read_record
@@ -75,7 +75,10 @@ def _edited(loaded: Loaded, tenant: str) -> Iterator[_TenantFile]:
             yield file
             data = {**data, "keys": file.entries}
             _keys_in(loaded, data)
-            with _written_beside(path, file.text.encode()) as new:
+            text = file.text.encode()
+            if len(text) > LARGEST_FILE_BYTES:
+                raise CommandFailed(f"{path}: would be larger than 1 MiB, which cannot be read; revoke old keys first")
+            with _written_beside(path, text) as new:
                 if read(new).data != data:
                     raise CommandFailed(f"{path}: its `keys` are written in a way that only an editor can change")
                 if read(path).content != before.content:
