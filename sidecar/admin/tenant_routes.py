@@ -59,16 +59,9 @@ class TenantRoutes:
 
     def routes(self) -> Sequence[BaseRoute]:
         """See the module."""
+        of_all = {"tenants": self._list, "putTenant": self._put}
         of_keys = {"addKey": self._add_key, "revokeKey": self._revoke_key}
-        return routes_for(
-            {
-                "tenants": self._list,
-                "putTenant": self._put,
-                **of_keys,
-                "tenant": self._show,
-                "removeTenant": self._remove,
-            }
-        )
+        return routes_for({**of_all, **of_keys, "tenant": self._show, "removeTenant": self._remove})
 
     async def _list(self, request: Request) -> Response:
         registry = self._require()
@@ -78,12 +71,12 @@ class TenantRoutes:
         shown = [row for row in rows if following is None or row.tenant <= following]
         return json_answer(Tenants(shown, following, registry.version))
 
-    async def _show(self, request: Request) -> Response:
+    async def _show(self, request: Request, status: int = 200) -> Response:
         registry, name = self._require(), request.path_params["name"]
         rows = registry.rows_named(name)
         if not rows:
             raise RefusedByPage(404, "unknown_tenant", f"no tenant is called {name!r}; {_NAMES}")
-        return json_answer(Tenants(rows, None, registry.version))
+        return json_answer(Tenants(rows, None, registry.version), status)
 
     async def _put(self, request: Request) -> Response:
         registry, replaces = self._require(), flag(request, "replace")
@@ -99,12 +92,12 @@ class TenantRoutes:
     async def _add_key(self, request: Request) -> Response:
         registry, name, text = self._require(), request.path_params["name"], await _body(request)
         await _change(lambda: registry.add_key(name, text))
-        return json_answer(Tenants(registry.rows_named(name), None, registry.version), 201)
+        return await self._show(request, 201)
 
     async def _revoke_key(self, request: Request) -> Response:
         registry, name = self._require(), request.path_params["name"]
         await _change(lambda: registry.revoke_key(name, request.path_params["key"]))
-        return json_answer(Tenants(registry.rows_named(name), None, registry.version))
+        return await self._show(request)
 
     def _require(self) -> StoredTenantsRegistry:
         if self._registry is None:

@@ -110,16 +110,13 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _written_beside(file: Path, content: bytes) -> Iterator[Path]:
     """A new file with the mode and the owner of another, which no pattern of tenants' files finds. Gone at the end."""
     new, status = file.with_name(f".{file.name}.new"), file.stat()
-    new.unlink(missing_ok=True)
-    opened = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(opened, "wb") as stream:
-            if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
-                os.fchown(opened, status.st_uid, status.st_gid)
-            os.fchmod(opened, stat.S_IMODE(status.st_mode))
+        with new.open("wb") as stream:
+            os.fchown(stream.fileno(), status.st_uid, status.st_gid)
+            os.fchmod(stream.fileno(), stat.S_IMODE(status.st_mode))
             stream.write(content)
             stream.flush()
-            os.fsync(opened)
+            os.fsync(stream.fileno())
         yield new
     finally:
         new.unlink(missing_ok=True)

@@ -107,7 +107,10 @@ def _add(args: argparse.Namespace, entry: Mapping[str, str]) -> str:
 
 
 def _list(args: argparse.Namespace) -> int:
-    say("\n".join(_lines(_rows(args, "GET", ""))))
+    rows = _rows(args, "GET", "")
+    ends = [f"{row.expires or 'never'}{' (expired)' if row.is_expired else ''}" for row in rows]
+    cells = [(row.name or "-", row.hash, row.tier, end) for row, end in zip(rows, ends, strict=True)]
+    say("\n".join(table([("NAME", "HASH BEGINS", "TIER", "EXPIRES"), *cells]) if rows else ["no key"]))
     return 0
 
 
@@ -138,14 +141,6 @@ def _rows(args: argparse.Namespace, method: str, below: str, body: bytes | None 
 
 def _loaded(args: argparse.Namespace) -> Loaded:
     return load_files(policy_path(args.policy, "--policy"))
-
-
-def _lines(rows: Sequence[KeyRow]) -> list[str]:
-    if not rows:
-        return ["no key"]
-    ends = [f"{row.expires or 'never'}{' (expired)' if row.is_expired else ''}" for row in rows]
-    cells = [(row.name or "-", row.hash, row.tier, end) for row, end in zip(rows, ends, strict=True)]
-    return table([("NAME", "HASH BEGINS", "TIER", "EXPIRES"), *cells])
 
 
 def _hash(_: argparse.Namespace) -> int:

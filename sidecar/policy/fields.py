@@ -131,6 +131,7 @@ def _at_most(reader: Callable[[object], N], most: float, message: str) -> Callab
 
 _tier_name = _match("a tier's name", _TIER_NAME, "write up to 40 of a-z, 0-9, - and _, a letter first", like="batch")
 _tenant_name = _match("a tenant's name", _TENANT_NAME, "write up to 100 of A-Z, a-z, 0-9 and . _ @ -", like="acme")
+_key_name = _match("a key's name", _TENANT_NAME, "write up to 100 of A-Z, a-z, 0-9 and . _ @ -", like="ci")
 _header_name = _match(
     "a header's name", _HEADER_NAME, "write letters, digits and dashes, such as x-priority", like="x-priority"
 )
@@ -506,6 +507,7 @@ Text = Annotated[str, Reads(_text)]
 Level = Annotated[int, Reads(_level, schema("The name of a tier."))]
 AnonymousLevel = Annotated[int | None, Reads(_anonymous, schema("The name of a tier, or `deny`."))]
 NewTierName = Annotated[str, Reads(_new_tier, schema("A tier's name.", pattern=f"^{_TIER_NAME.pattern}$"))]
+KeyName = Annotated[str, Reads(_key_name, schema("A name.", pattern=f"^{_TENANT_NAME.pattern}$"))]
 TenantName = Annotated[str, Reads(_tenant, schema("A name.", pattern=f"^{_TENANT_NAME.pattern}$"))]
 PoolName = Annotated[str, Reads(_pool, schema("A name.", pattern=f"^{_POOL_NAME.pattern}$"))]
 EngineName = Annotated[str, Reads(engine_name, schema("A name.", pattern=f"^{_ENGINE_NAME.pattern}$"))]

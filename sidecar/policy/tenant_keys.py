@@ -26,7 +26,6 @@ from sidecar.policy.problems import masked, quoted
 
 PREFIX = "sha256:"
 _WELL_FORMED = re.compile(r"sha256:([0-9a-fA-F]{64})")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 _DAY_S = 24 * 3600
 _LATEST_S = 253_402_214_400
@@ -65,10 +64,7 @@ def read_hash(value: object) -> str:
     )
 
 
-def _public_name(value: object) -> str:
-    name = units.text(value, "a key's name", "ci")
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{quoted(name)} is not a key's name; write up to 100 of A-Z, a-z, 0-9 and . _ @ -")
+def _no_key(name: str) -> str:
     if masked(name) != name:
         raise ValueError("looks like a key, and logs show names; write one such as ci, and never the key itself")
     return name
@@ -88,7 +84,7 @@ def _expiry_s(value: object) -> int:
 
 _HASH = of.schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$")
 _KeyHash = Annotated[str, of.Reads(read_hash, _HASH)]
-_KeyName = Annotated[str, of.Reads(_public_name, of.schema("A name.", pattern=f"^{_NAME.pattern}$"))]
+_KeyName = Annotated[of.KeyName, AfterValidator(_no_key)]
 _Expiry = Annotated[int, of.Reads(_expiry_s, of.schema("A day, or a time with its zone."))]
 
 

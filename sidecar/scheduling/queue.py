@@ -290,8 +290,9 @@ class FairQueue:
         return users
 
     def _takes_turns(self, ticket: Ticket) -> bool:
-        """Whether a ticket waits among the users of its tenant: of an unknown one where a reload has ended the turns,
-        until none of the others waits.
+        """True if a ticket waits among the users of its tenant.
+
+        Where a reload has ended their turns it is of an unknown user, until none of the others waits.
         """
         if ticket.user is None and (users := self.users.get(ticket.tenant)) is not None and users.are_told_apart():
             ticket.user = ""

@@ -25,6 +25,10 @@ class RefusedChange(Exception):
         self.owner = owner
 
 
+Change = Callable[[bytes], tuple[bytes, Sequence[str]]]
+"""A tenant's next text, with the hashes of keys in it, by its last; that is empty where there is none."""
+
+
 class StoredRecords(Protocol):
     """The tenants in a store, each a JSON text by its name. Every coroutine but `close` raises StoreError."""
 
@@ -38,11 +42,8 @@ class StoredRecords(Protocol):
     async def synchronize(self) -> None:
         """Reads what has changed, and writes what the store lost."""
 
-    async def put(self, tenant: str, text: bytes, keys: Sequence[str], *, replaces: bool) -> None:
-        """Writes one tenant, and reads what has changed. `keys` are the hashes in its text. Raises RefusedChange."""
-
-    async def edit(self, tenant: str, change: Callable[[bytes], tuple[bytes, Sequence[str]]]) -> None:
-        """Writes what `change` makes of a tenant's last text, with the hashes in it. Raises RefusedChange.
+    async def put(self, tenant: str, change: Change, *, replaces: bool) -> None:
+        """Writes what `change` makes of a tenant's last text, and reads what has changed. Raises RefusedChange.
 
         `change` is called again where another replica has written meanwhile, or where an answer was lost.
         """

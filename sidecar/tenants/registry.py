@@ -21,7 +21,7 @@ from sidecar.policy.tenant import Tenant
 from sidecar.policy.tenant_keys import PREFIX, find_key
 from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
-from sidecar.tenants.records import StoredRecords
+from sidecar.tenants.records import ChangeRefused, RefusedChange, StoredRecords
 
 READ_EVERY_S = 0.5
 """A change is in force on every replica within a second."""
@@ -146,7 +146,7 @@ class StoredTenantsRegistry:
         tenant = read_record(text, self._files_policy)
         name = tenant.tenant.name
         self._refuse_files(name, tenant.digests)
-        await self._records.put(name, tenant.text(), tenant.keys, replaces=replaces)
+        await self._records.put(name, lambda _: (tenant.text(), tenant.keys), replaces=replaces)
         _log.warning("tenant %s written to the store", name, extra={"event": "tenant_written"})
         await self._use()
         return _row(tenant, self._reasons().get(name))
@@ -171,22 +171,22 @@ class StoredTenantsRegistry:
         """Writes a tenant of the store with other keys; another change at the same time is kept."""
 
         def change(text: bytes) -> tuple[bytes, Sequence[str]]:
+            if not text:
+                raise RefusedChange(ChangeRefused.UNKNOWN)
             document = read_json(text)
             keys = edited(document.get("keys", ()))
             tenant = read_record(msgspec.json.encode({**document, "keys": keys}), self._files_policy)
             self._refuse_files(name, tenant.digests)
             return tenant.text(), tenant.keys
 
-        if name in self._files_policy.named and name not in self._records.texts():
-            raise InFiles(f"tenant {name} is in the policy's files; its keys are changed there")
-        await self._records.edit(name, change)
+        self._refuse_only_in_files(name, "its keys are changed there")
+        await self._records.put(name, change, replaces=True)
         _log.warning(done, printable(name), extra={"event": "key_changed"})
         await self._use()
 
     async def remove(self, name: str) -> None:
         """Removes a tenant, and returns when it has no access here. Raises InFiles, RefusedChange or StoreError."""
-        if name in self._files_policy.named and name not in self._records.texts():
-            raise InFiles(f"tenant {name} is in the policy's files; remove it there")
+        self._refuse_only_in_files(name, "remove it there")
         await self._records.remove(name)
         _log.warning("tenant %s removed from the store", printable(name), extra={"event": "tenant_removed"})
         await self._use()
@@ -219,6 +219,10 @@ class StoredTenantsRegistry:
             elif name in self._found:
                 rows.append(TenantRow(name, "store", 0, {}, reasons.get(name)))
         return rows
+
+    def _refuse_only_in_files(self, name: str, instead: str) -> None:
+        if name in self._files_policy.named and name not in self._records.texts():
+            raise InFiles(f"tenant {name} is in the policy's files; {instead}")
 
     def _refuse_files(self, name: str, digests: Sequence[str]) -> None:
         if name in self._files_policy.named:

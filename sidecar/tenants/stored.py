@@ -15,7 +15,7 @@ from sidecar.policy.store import StoreAddress
 from sidecar.pools.base import StoreError
 from sidecar.pools.redis.connection import Connect, SideConnection, StoreReach, connector_to
 from sidecar.pools.redis.script import Script
-from sidecar.tenants.records import ChangeRefused, RefusedChange
+from sidecar.tenants.records import Change, ChangeRefused, RefusedChange
 
 _SCRIPT = Script.read(__package__, "tenants")
 
@@ -120,24 +120,12 @@ class TenantRecords:
         """See `StoredRecords`."""
         await self._in_turn(self._catch_up())
 
-    async def put(self, tenant: str, text: bytes, keys: Sequence[str], *, replaces: bool) -> None:
-        """See `StoredRecords`."""
-
-        def is_made(records: _Records) -> bool:
-            return records.get(tenant, (0, b""))[1] == text
-
-        how = "replace" if replaces else "create"
-        written: list[_Argument] = [tenant, text, how, MOST_TENANTS, *keys]
-        await self._in_turn(self._change("put", lambda _: written, is_made))
-
-    async def edit(self, tenant: str, change: Callable[[bytes], tuple[bytes, Sequence[str]]]) -> None:
+    async def put(self, tenant: str, change: Change, *, replaces: bool) -> None:
         """See `StoredRecords`."""
 
         def changed(records: _Records) -> list[_Argument]:
-            if tenant not in records:
-                raise RefusedChange(ChangeRefused.UNKNOWN)
-            text, keys = change(records[tenant][1])
-            return [tenant, text, "replace", MOST_TENANTS, *keys]
+            text, keys = change(records.get(tenant, (0, b""))[1])
+            return [tenant, text, "replace" if replaces else "create", MOST_TENANTS, *keys]
 
         def is_made(records: _Records) -> bool:
             return tenant in records and changed(records)[1] == records[tenant][1]

@@ -206,7 +206,7 @@ class Reference:
         return sorted(found.values(), key=lambda r: (r.place or 0, r.number))
 
     def by_turns(self, r: Request) -> bool:
-        """Whether users of a request's tenant wait or are ahead: one without a user is of an unknown one then."""
+        """True if users of a request's tenant wait or are ahead: one without a user is of an unknown one then."""
         virtual, finish = self.users.get((r.tier, r.tenant), (0, {}))
         waits = any(q.user is not None for q in self.queue(r.tier, r.tenant))
         return waits or any(f > virtual for f in finish.values())

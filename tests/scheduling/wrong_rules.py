@@ -149,7 +149,6 @@ PATCHES: dict[str, Patch] = {
     "forgets charges at the next admission": (FairQueue, "_charge_for", _forgets_charges),
     "time stands still for users": (UserTurns, "pass_time", always(None)),
     "charges no user": (UserTurns, "charge", always(None)),
-    "lets pass who names no user": (UserTurns, "are_told_apart", always(False)),
     "charges no user's growth": (UserTurns, "grow", always(None)),
     "a user's turn is a tenant's": (UserTurns, "__contains__", always(False)),
     "last in, first out": (Ticket, "arrival", property(lambda t: (-t.arrived_us, t.owner, -t.number))),

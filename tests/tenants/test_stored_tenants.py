@@ -57,7 +57,7 @@ async def replicas(server: RedisServer, count: int) -> AsyncIterator[list[Tenant
 
 
 async def put(one: TenantRecords, tenant: str, *keys: str, weight: int = 1, replaces: bool = True) -> None:
-    await one.put(tenant, text(tenant, *keys, weight=weight), keys, replaces=replaces)
+    await one.put(tenant, lambda _: (text(tenant, *keys, weight=weight), keys), replaces=replaces)
 
 
 async def refusal(change: Any) -> tuple[ChangeRefused, str | None]:
