@@ -226,7 +226,6 @@ def test_the_limits_in_the_shipped_tenants_file_load_when_they_are_wanted(tmp_pa
     standard = tmp_path / "policies" / "tenants" / "standard.yaml"
     before, heading, after = standard.read_text().partition("# limits:")
     standard.write_text(before + "\n".join(line.removeprefix("# ") for line in (heading + after).splitlines()))
-    (tenant,) = {
-        tenant for tenant in load(tmp_path / "policies" / "policy.yaml").tenants.values() if tenant.limits.are_counted
-    }
+    named = load(tmp_path / "policies" / "policy.yaml").named
+    (tenant,) = (tenant for tenant in named.values() if tenant.limits.are_counted)
     assert (tenant.name, tenant.limits.tokens_per_minute, tenant.downgrade_level) == ("standard", 2_000_000, 4)

@@ -15,14 +15,13 @@ import msgspec
 from starlette.types import Message, Scope, Send
 
 from sidecar.admission.background import BackgroundRequest
-from sidecar.admission.charges import weighed
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.handover import Write
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import Held, PendingAbort, PendingAborts
 from sidecar.admission.request_gain import RequestGain
 from sidecar.admission.responses import send_error
-from sidecar.admission.usage import UsageReader
+from sidecar.admission.usage import UsageReader, weighed
 from sidecar.apis import Api
 from sidecar.context import Granted, Holder, current
 from sidecar.errors import AdmissionError, EngineUnreachable

@@ -15,7 +15,6 @@ import msgspec
 from msgspec.structs import replace
 from starlette.types import Message, Scope
 
-from sidecar.admission.charges import ChargesByModel
 from sidecar.admission.policy_snapshot import KEY_HEADERS, PolicySnapshot
 from sidecar.admission.via import refuse_loop
 from sidecar.apis import Api
@@ -335,7 +334,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     ) -> SizedRequest:
         """Classifies a decoded body of `size` bytes, and sizes its prompts by their bytes."""
         snapshot, endpoint, headers = self._snapshot, self._endpoint, self._headers
-        policy, api, tenant = snapshot.policy, endpoint.api, self.tenant
+        policy, names, api, tenant = snapshot.policy, snapshot.names, endpoint.api, self.tenant
         assert tenant is not None
         if endpoint.size is not None:
             payload.prompt_tokens = endpoint.size.of(size)
@@ -346,7 +345,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             self.trace(asked, tenant)
         self.classification = classification = snapshot.classifier.classify(asked, tenant)
         if tenant.models is not None:
-            snapshot.names.refuse_others(tenant, payload.model, None if is_unread else payload.body)
+            names.refuse_others(tenant, payload.model, None if is_unread else payload.body)
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
             refuse_what_is_too_much(payload, policy)
@@ -369,7 +368,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             classification = replace(classification, user=find_user(tenant, headers, payload.body))
         self.classification = classification
         added = snapshot.credentials.added
-        request = SizedRequest(
+        return SizedRequest(
             headers=headers,
             payload=payload,
             classification=classification,
@@ -385,10 +384,11 @@ class RequestIntake(msgspec.Struct, eq=False):
             max_wait_s=_asked_wait_s(headers),
             objective=objective,
             is_unread=is_unread,
-            engine_model=snapshot.names.renamed.get(payload.model),
+            engine_model=names.renamed.get(payload.model),
             deadline_us=deadline_us,
+            token_cost=names.cost(payload.model) if names.have_charges else None,
+            beside=names.accounts(tenant, payload.model) if names.have_charges else (),
         )
-        return request if snapshot.charges is None else _charged(request, snapshot.charges)
 
     def _promised(self, classification: Classification) -> tuple[Classification, Objective | None, int | None]:
         """The request's objective and deadline, as far as its client may change them; what did not count is noted."""
@@ -406,13 +406,6 @@ class RequestIntake(msgspec.Struct, eq=False):
                 classification = classification.ignoring((DEADLINE_HEADER.decode(),))
             objective = None  # it waits for as long as it may: that is no miss of its tier's `slo`
         return classification, objective, deadline_us
-
-
-def _charged(request: SizedRequest, charges: ChargesByModel) -> SizedRequest:
-    """The request with its charges, by its model."""
-    model = request.payload.model
-    accounts = charges.accounts(request.classification.tenant, model)
-    return replace(request, token_cost=charges.cost(model), beside=accounts)
 
 
 async def counted(request: SizedRequest, snapshot: PolicySnapshot) -> SizedRequest:

@@ -1,4 +1,4 @@
-"""Names of models: the choice of a request's pool by its model, and the models that its tenant may use.
+"""Names of models: the choice of a request's pool by its model, its charges, and the models that its tenant may use.
 
 The engine reads `model` in the client's own body, so the choice must read the same one: a body that has it twice is
 refused. Names are compared as they are. Another case, white space or a look-alike letter is another name, for an engine
@@ -16,9 +16,10 @@ import msgspec
 
 from sidecar.errors import InvalidBody, ModelNotFound
 from sidecar.payload.edit import count, insert, remove
+from sidecar.policy.cost import TokenCost
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import quoted
-from sidecar.policy.tenant import Tenant
+from sidecar.policy.tenant import Account, Tenant
 
 MOST_NAMED = 20
 """Models that an error lists. `GET /v1/models` lists all."""
@@ -35,7 +36,7 @@ class ModelNames:
 
     `renamed` has the names of the engines by those of clients that no engine knows. `are_bounded`: there is a tenant
     that may use certain models only. `are_listed_here`: clients do not get the engine's own list. They `need_tenant`:
-    what it shows depends on who asks.
+    what it shows depends on who asks. They `have_charges`: not all tokens count as one, in one account.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -45,6 +46,9 @@ class ModelNames:
         self.are_bounded = any(tenant.models is not None for tenant in policy.named.values())
         self.need_tenant = self.are_bounded or bool(self.models)
         self.are_listed_here = self.are_bounded or bool(self.called)
+        self.have_charges = policy.has_costs or any(tenant.limits.models for tenant in policy.named.values())
+        costs = {name: policy.cost_for(name) for name in (None, *policy.models)}
+        self._costs = {name: None if cost.is_plain else cost for name, cost in costs.items()}
 
     def refuse_others(self, tenant: Tenant, named: str | None, body: bytes | None) -> None:
         """Raises ModelNotFound for a model that the tenant may not use, and InvalidBody where that is not certain.
@@ -85,6 +89,16 @@ class ModelNames:
         if named:
             return self.called.get(named)
         return self.models[0] if len(self.models) == 1 else None
+
+    def cost(self, named: str | None) -> TokenCost | None:
+        """The weights of the tokens of a request with this `model`; None where each counts as one."""
+        return self._costs.get(self.meant(named), self._costs[None])
+
+    def accounts(self, tenant: Tenant, named: str | None) -> tuple[Account, ...]:
+        """The accounts of such a request beside its tenant's own."""
+        model = self.meant(named)
+        account = None if model is None else tenant.account_at(model)
+        return () if account is None else (account,)
 
     def not_found(self, named: str, tenant: Tenant | None) -> ModelNotFound:
         """The refusal of a name that no pool serves, or not for this tenant."""

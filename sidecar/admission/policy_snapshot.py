@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sidecar.admission.charges import ChargesByModel, charges_by_model
 from sidecar.admission.model_names import ModelNames
 from sidecar.admission.request_path import by_path
 from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
@@ -76,8 +75,7 @@ class PolicySnapshot:
     tiers' own; none at all where no tier has one: then no gain is measured. `are_guarded` says whose
     requests are reported to the pool as having met their objective or missed it: no one's in `mode: observe`.
     `is_observing` is `mode: observe`, `is_passing` is `mode: pass`, which guards no endpoint. `asks_usage_of` is the
-    engine that is asked for the usage of streams, None where no one asks. `charges` says what requests are charged for
-    by their models, None where all tokens count as one, in one account.
+    engine that is asked for the usage of streams, None where no one asks.
     """
 
     policy: Policy
@@ -98,7 +96,6 @@ class PolicySnapshot:
     is_observing: bool = False
     is_passing: bool = False
     asks_usage_of: Engine | None = None
-    charges: ChargesByModel | None = None
 
 
 def policy_snapshot(
@@ -138,7 +135,6 @@ def policy_snapshot(
         is_observing=policy.mode is Mode.OBSERVE,
         is_passing=policy.mode is Mode.PASS,
         asks_usage_of=dialect if policy.usage is StreamUsage.ASK and dialect.usage_options else None,
-        charges=charges_by_model(policy),
     )
 
 

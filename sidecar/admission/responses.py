@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
-from starlette.types import Message, Receive, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.intake import SizedRequest
 from sidecar.apis import Api
@@ -200,6 +200,14 @@ async def send_error(
         start_headers.append((ANTHROPIC_ID, request_id.encode("latin-1")))
     await send({"type": "http.response.start", "status": error.status, "headers": start_headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def send_json(scope: Scope, send: Send, body: bytes, request_id: str, *headers: tuple[bytes, bytes]) -> None:
+    """Answers with JSON of our own, and a HEAD with its head alone."""
+    own = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
+    start_headers = [*own, *headers, (REQUEST_ID, request_id.encode("ascii"))]
+    await send({"type": "http.response.start", "status": 200, "headers": start_headers})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
 
 async def refuse(

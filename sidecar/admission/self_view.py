@@ -12,7 +12,7 @@ from starlette.types import Scope, Send
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.intake import refuse_two_keys
 from sidecar.admission.request_path import exact_paths
-from sidecar.admission.responses import REQUEST_ID, request_id, send_error
+from sidecar.admission.responses import request_id, send_error, send_json
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
 from sidecar.identity.issuer_keys import with_keys
 from sidecar.policy.declared import figures
@@ -97,15 +97,7 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
     except AdmissionError as refusal:
         await send_error(send, refusal, request_id=named)
         return
-    body = await _kept(controller, tenant)
-    answered = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"cache-control", b"no-store"),
-        (REQUEST_ID, named.encode("ascii")),
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": answered})
-    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+    await send_json(scope, send, await _kept(controller, tenant), named, (b"cache-control", b"no-store"))
 
 
 async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:

@@ -24,7 +24,7 @@ from sidecar.admission.handover import with_write
 from sidecar.admission.intake import NOT_PACKED
 from sidecar.admission.model_names import ModelNames
 from sidecar.admission.request_path import asked_model
-from sidecar.admission.responses import REQUEST_ID, request_id, send_error
+from sidecar.admission.responses import request_id, send_error, send_json
 from sidecar.admission.unguarded import checked_with_keys
 from sidecar.errors import AdmissionError, EngineUnreachable
 from sidecar.policy.tenant import Tenant
@@ -89,14 +89,7 @@ async def send_models(controller: AdmissionController, asked: str, scope: Scope,
     except AdmissionError as refusal:
         await send_error(send, refusal, anthropic=_ANTHROPIC in headers, request_id=named)
         return
-    body = msgspec.json.encode(shown)
-    answered = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (REQUEST_ID, named.encode("ascii")),
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": answered})
-    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+    await send_json(scope, send, msgspec.json.encode(shown), named)
 
 
 def _list(found: Mapping[str, Any], entries: Sequence[_Entry]) -> Mapping[str, Any]:

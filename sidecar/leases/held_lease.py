@@ -55,7 +55,7 @@ class HeldLease(TurnUser):
         self._controller, self._snapshot = controller, controller.snapshot
         self._asked = asked
         now_us = controller.pool.now_us()
-        self._request = request = asked.sized(self._snapshot.policy, now_us, self._snapshot.charges)
+        self._request = request = asked.sized(self._snapshot.policy, now_us, self._snapshot.names)
         self._tokens = request.tokens
         self._asker = _Asker(request.classification.tenant, self.tier)
         self._reporter = EventReporter(controller.pool.now_us, self._asker)

@@ -7,8 +7,8 @@ from datetime import datetime, timedelta
 from math import isfinite
 from typing import NamedTuple
 
-from sidecar.admission.charges import ChargesByModel
 from sidecar.admission.intake import SizedRequest
+from sidecar.admission.model_names import ModelNames
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.errors import InvalidHeader, TenantsUnavailable
@@ -37,7 +37,7 @@ class LeaseRequest(NamedTuple):
     model: str | None
     deadline: datetime | timedelta | None
 
-    def sized(self, policy: Policy, now_us: int, charges: ChargesByModel | None = None) -> SizedRequest:
+    def sized(self, policy: Policy, now_us: int, names: ModelNames | None = None) -> SizedRequest:
         """The request of a pool with this policy, as the intake makes it of a body at `now_us` of the pool's clock.
 
         Raises ValueError for what cannot be, and TenantsUnavailable where the tenants in the store were not read yet.
@@ -64,8 +64,8 @@ class LeaseRequest(NamedTuple):
             max_wait_s=self.max_wait_s,
             hits=(),
             deadline_us=self._deadline_us(policy, level, now_us),
-            token_cost=None if charges is None else charges.cost(self.model),
-            beside=() if charges is None else charges.accounts(tenant, self.model),
+            token_cost=None if names is None else names.cost(self.model),
+            beside=() if names is None else names.accounts(tenant, self.model),
         )
 
     def usage(self, tokens: int | None) -> UsageReader:

@@ -27,8 +27,8 @@ _SHARE = re.compile(rf"{_NUMBER}\s*%", re.ASCII)
 _BARE = re.compile(_NUMBER, re.ASCII)
 _DURATION = re.compile(rf"{_NUMBER}\s*(us|ms|s|m|h)", re.ASCII)
 _COUNT = re.compile(rf"{_NUMBER}\s*([kKMG]?)", re.ASCII)
-_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d(?::\d\d)?)(?:\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 _SIZE = re.compile(rf"{_NUMBER}\s*(B|KiB|MiB|GiB)?", re.ASCII)
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d(?::\d\d)?)(?:\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 
 _SECONDS = {
     "us": Fraction(1, 1_000_000),

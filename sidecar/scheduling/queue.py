@@ -75,7 +75,7 @@ class FairQueue:
             ticket.start = self.virtual if first is None or first.start is None else min(self.virtual, first.start)
             self._returned.add(ticket)
             self._push(ticket)
-        elif ticket.user is None:
+        elif not self._takes_turns(ticket):
             insort(self._lanes.setdefault(ticket.tenant, []), ticket, key=BY_PLACE)
         else:
             self._find_users(ticket.tenant).add(ticket)
@@ -131,8 +131,8 @@ class FairQueue:
     def take_back(self, ticket: Ticket) -> None:
         """A bid waits here again, at its place."""
         if not ticket.has_returned and (lane := self._lanes.get(ticket.tenant)):
-            first = lane[0]
-            if first.arrival > ticket.arrival if ticket.user is None else self.users[ticket.tenant].is_next(ticket):
+            first, by_turns = lane[0], self._takes_turns(ticket)
+            if self._find_users(ticket.tenant).is_next(ticket) if by_turns else first.arrival > ticket.arrival:
                 first.start = None
             else:
                 ticket.start, first.start = None, min(first.start or 0.0, self.finish.get(ticket.tenant, 0.0))
@@ -288,6 +288,15 @@ class FairQueue:
         users = self.users.setdefault(tenant, UserTurns())
         users.lane = self._lanes.setdefault(tenant, users.lane)
         return users
+
+    def _takes_turns(self, ticket: Ticket) -> bool:
+        """True if a ticket waits among the users of its tenant.
+
+        Where a reload has ended their turns it is of an unknown user, until none of the others waits.
+        """
+        if ticket.user is None and (users := self.users.get(ticket.tenant)) is not None and users.are_told_apart():
+            ticket.user = ""
+        return ticket.user is not None
 
     def _in_lane(self, tenant: str) -> Iterator[Ticket]:
         yield from self._lanes.get(tenant, ())

@@ -109,6 +109,10 @@ class UserTurns:
         """True if nothing waits, and no user is ahead."""
         return not self.lane and all(finish <= self._virtual for finish in self._finish.values())
 
+    def are_told_apart(self) -> bool:
+        """True if one of them waits or is ahead."""
+        return bool(self._firsts) or any(finish > self._virtual for finish in self._finish.values())
+
     def ahead(self, user: str | None) -> int:
         """How far a user is ahead of the virtual time."""
         return self._finish.get(user, 0) - self._virtual

@@ -103,4 +103,6 @@ async def test_an_engine_that_one_cannot_reach_or_does_not_know_is_used_by_the_o
             assert (rows(one)["c"].state, rows(one)["c"].reason) == ("unreachable", UNNAMED)
             await until(lambda: rows(other)["b"].state == "unreachable")
             assert rows(one)["b"].state == "ready"
-            assert await asyncio.gather(served_by(one, 8), served_by(other, 8)) == [{"a", "b"}, {"a", "c"}]
+            by_one, by_other = await asyncio.gather(served_by(one, 8), served_by(other, 8))
+            assert {"b"} <= by_one <= {"a", "b"}
+            assert {"c"} <= by_other <= {"a", "c"}

@@ -21,7 +21,7 @@ STEPS = 25
 FILLS, DRAINS = 3, 8
 """The steps at the beginning that fill the pool, and those at the end that only empty it: all that waits gets in."""
 WEIGHTS = {"a": 1, "b": 2, "c": 4}
-USERS = ["", "u", "v", "v", "w"]
+USERS = ["", "u", "v", "v", "w", None]
 NAMES = "abcd"
 
 
@@ -105,7 +105,8 @@ class Author:
 
     def user_within(self, tenant: str) -> dict[str, str]:
         """The user of a tenant whose users take turns."""
-        return {"user": self.user_luck.choice(USERS)} if tenant in self.program["users"] else {}
+        user = self.user_luck.choice(USERS) if tenant in self.program["users"] else None
+        return {} if user is None else {"user": user}
 
     def write(self, steps: int) -> Program:
         self.program["steps"] = []

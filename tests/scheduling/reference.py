@@ -205,6 +205,12 @@ class Reference:
                 found.setdefault(r.number if r.user is None else r.user, r)
         return sorted(found.values(), key=lambda r: (r.place or 0, r.number))
 
+    def by_turns(self, r: Request) -> bool:
+        """True if users of a request's tenant wait or are ahead: one without a user is of an unknown one then."""
+        virtual, finish = self.users.get((r.tier, r.tenant), (0, {}))
+        waits = any(q.user is not None for q in self.queue(r.tier, r.tenant))
+        return waits or any(f > virtual for f in finish.values())
+
     def tag(self, tier: int) -> None:
         waiting = self.waiting(tier)
         if not waiting:  # tags start afresh
@@ -676,6 +682,8 @@ class Reference:
                 get("cost", step["tokens"]),
                 get("user"),
             )
+            if r.user is None and self.by_turns(r):
+                r.user = ""
             self.all.append(r)
             self.largest[tier] = max(self.largest.get(tier, 1), r.cost)
             self.tag(tier)

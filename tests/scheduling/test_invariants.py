@@ -194,6 +194,21 @@ def test_new_users_keep_nobody_out_who_was_served_before() -> None:
     assert max(waits) <= 51
 
 
+def test_who_waits_by_turns_is_served_where_a_reload_ends_the_turns_of_users() -> None:
+    """Others of its tenant come all the time, and name no user: they count as one."""
+    player, served = SchedulerPlayer({"tiers": [{"name": "t"}], "capacity": {"tokens": 10}}), list[str]()
+    ask = {"do": "submit", "tier": "t", "tenant": "a", "tokens": 10}
+    for number in range(5):
+        player.do({**ask, "id": f"user{number}", "user": "u"}, 0)
+    for number in range(12):
+        for more in range(2):
+            player.do({**ask, "id": f"{number} {more}"}, 0)
+        ((name, _),) = player.dispatch(0)
+        served.append(name)
+        player.do({"do": "settle", "id": name}, 0)
+    assert [name for name in served if name.startswith("user")] == [f"user{number}" for number in range(5)]
+
+
 def test_of_users_nothing_is_remembered_but_who_waits_and_some_that_are_ahead() -> None:
     queue = SchedulerPlayer({"tiers": [{"name": "t"}]}).scheduler.tiers[0].queue
     first, last = (Ticket(id="", tier=0, tenant="a", tokens=1, number=n, user="u") for n in range(2))

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import msgspec
 
-from sidecar.admission.charges import charges_by_model
 from sidecar.admission.deadline import latest_deadline_us
 from sidecar.admission.intake import SizedRequest, sized_for
+from sidecar.admission.model_names import ModelNames
 from sidecar.admission.policy_snapshot import objective_for
 from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.slo_follower import SloFollower
@@ -118,8 +118,7 @@ class ProductAdmission:
         self._gain = GainMeter(self._pool.now_us, self._sizes)
         self._gain.speeds = _TrueSpeeds(stage)
         self._names = [tier.name.encode() for tier in policy.tiers]
-        charges = charges_by_model(policy)
-        self._token_cost = None if charges is None else charges.cost(None)
+        self._token_cost = ModelNames(policy).cost(None)
         self._held: dict[Request, _Held] = {}
         self._guards = SimulatedGuards(policy, self._pool, stage)
         self._came = 0

@@ -247,11 +247,23 @@ function turns.charge(queue, ticket, first)
   end
 end
 
+function turns.are_ahead(users)
+  for _, finish in pairs(users.finish) do
+    if finish > users.virtual then return true end
+  end
+  return false
+end
+
 -- Nothing is remembered where nobody waits and no user is ahead.
 function turns.forget(queue, tenant)
-  local users, is_at_rest = queue.users[tenant], true
-  for _, finish in pairs(users and users.finish or NOBODY) do is_at_rest = is_at_rest and finish <= users.virtual end
-  if is_at_rest then queue.users[tenant] = nil end
+  local users = queue.users[tenant]
+  if users and not turns.are_ahead(users) then queue.users[tenant] = nil end
+end
+
+-- One without a user is of an unknown one where a reload has ended the turns, until none of the others waits.
+function turns.join(queue, ticket)
+  local users = not ticket[USER] and queue.users[ticket[TENANT]]
+  if users and (next(users.firsts) or turns.are_ahead(users)) then ticket[USER] = '' end
 end
 
 -- The first of a tenant whose users take turns, unless it is the one that leaves.
@@ -266,6 +278,7 @@ end
 local function queue_add(ticket)
   local tier, tenant = ticket[TIER], ticket[TENANT]
   local t, queue = tiers[tier], queue_of(tier)
+  if not ticket[HAS_RETURNED] then turns.join(queue, ticket) end
   local before = turns.first_before(queue, ticket)
   t[LARGEST], t[SMALLEST] = max(t[LARGEST], charged(ticket)), min(t[SMALLEST], ticket[TOKENS])
   if ticket[HAS_RETURNED] then
