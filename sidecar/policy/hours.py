@@ -39,7 +39,7 @@ _NO_ZONES = (
     "Python"
 )
 
-_MOST_SHOWN = _MOST_HOURS = 20
+_MOST_HOURS = 20
 WEEKS_S = (1_768_176_000, 1_783_900_800)
 """The begins of a week in January and one in July of 2026. A zone has one time in each."""
 
@@ -156,22 +156,14 @@ def _read_zone(name: str) -> tzinfo:
 
 
 class HoursNow(NamedTuple):
-    """Changes that count now, by tier and tenant, and the next time at which others count, in Unix seconds."""
+    """Changes that count now, by tier and tenant, and the next time at which others count, in UTC."""
 
     now: Mapping[str, str]
-    next_s: float | None
-
-    def document(self) -> Mapping[str, object]:
-        """As JSON types; the time in UTC."""
-        next_s = self.next_s
-        at = None if next_s is None else datetime.fromtimestamp(next_s, timezone.utc).isoformat()
-        return {"now": dict([*self.now.items()][:_MOST_SHOWN]), "next_change": at}
+    next_change: str | None
 
     def __str__(self) -> str:
-        shown = [f"{name}: {what}" for name, what in [*self.now.items()][:_MOST_SHOWN]]
-        more = len(self.now) - len(shown)
-        now = "; ".join([*shown, *([f"{more} more"] if more else [])]) or "none of them"
-        return f"hours that count now: {now}; the next change is at {self.document()['next_change']}"
+        now = "; ".join(f"{name}: {what}" for name, what in self.now.items()) or "none of them"
+        return f"hours that count now: {now}; the next change is at {self.next_change}"
 
 
 HoursText = Annotated[Hours, of.Reads(read_hours, of.schema(f"Days and hours, with their zone: {_EXAMPLE}."))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,10 @@ MODE_VARIABLE = "SIDECAR_MODE"
 """`pass`, whatever the policy says. See docs/roll-out.md."""
 BARE = "bare"
 """The generation of a policy that has no more than passing needs: see `passing`."""
+
+
+_MOST_SHOWN = 20
+"""Of the tiers and tenants whose hours count now."""
 
 
 def is_forced(environment: Mapping[str, str]) -> bool:
@@ -193,10 +198,13 @@ class Policy(PoolFile):
             return None
         by_hours = self._by_hours()
         found = {name: hours for name, entries in by_hours.items() if (hours := first_covering(entries, time_s))}
-        now = {name: f"{changes_text(by_hours[name][hours])} ({hours})" for name, hours in found.items()}
+        now = {name: f"{changes_text(by_hours[name][found[name]])} ({found[name]})" for name in [*found][:_MOST_SHOWN]}
+        if len(found) > len(now):
+            now["others"] = f"{len(found) - len(now)} more"
         counting = covering(all_hours, time_s)
         following = (at_s for at_s in borders_s(all_hours, time_s) if covering(all_hours, at_s) != counting)
-        return HoursNow(now, next(following, None))
+        next_change = next((datetime.fromtimestamp(at_s, timezone.utc).isoformat() for at_s in following), None)
+        return HoursNow(now, next_change)
 
     def in_all_hours(self) -> Iterator[tuple[str, Policy]]:
         """Combinations of tiers' hours in a week of winter and in one of summer, each with the policy as it is then."""

@@ -112,6 +112,10 @@ class TenantKey:
         """Its name, or the beginning of its hash."""
         return self.name or f"{PREFIX}{self.digest[:12]}"
 
+    def is_expired(self, now_s: float) -> bool:
+        """True if it has ended by then."""
+        return self.expires_s is not None and self.expires_s <= now_s
+
     @property
     def last(self) -> str | None:
         """The last day on which it counts, in UTC, or the time from which it does not; None where it has no end."""
@@ -129,8 +133,9 @@ class UnknownKey(LookupError):
 def find_key(keys: Sequence[TenantKey], called: str) -> TenantKey:
     """The key of a name, or whose hash begins so. Raises UnknownKey."""
     digits = called.lower().removeprefix(PREFIX)
-    named = [one for one in keys if one.name == called]
-    found = named or [one for one in keys if len(digits) >= _LEAST_DIGITS and one.digest.startswith(digits)]
+    found = [one for one in keys if one.name == called] or [
+        one for one in keys if len(digits) >= _LEAST_DIGITS and one.digest.startswith(digits)
+    ]
     if len({one.digest for one in found}) == 1:
         return found[0]
     if found:

@@ -40,8 +40,6 @@ NOMINAL = 10_000
 
 SOON_S = 14 * 24 * 3600
 """Keys that end within so long have a warning: time for their holders to change them."""
-_MOST_KEYS = 5
-"""Of a tenant that a warning names."""
 
 
 def warnings(policy: Policy, place: Callable[[Path], FilePlace | None] = lambda _path: None) -> tuple[Problem, ...]:
@@ -493,18 +491,11 @@ def _hours(policy: Policy) -> Found:
 
 def _ending_keys(keys: Sequence[TenantKey], path: Path) -> Found:
     now_s = time.time()
-    ending = [(one, one.expires_s - now_s) for one in keys if one.expires_s is not None]
-    expired = [one for one, left_s in ending if left_s <= 0]
-    soon = [one for one, left_s in ending if 0 < left_s <= SOON_S]
-    if expired:
-        yield path, f"expired: {_last_days(expired)}; such a key gets a 401; `sidecar keys revoke` removes it"
-    if soon:
-        yield path, f"about to expire: {_last_days(soon)}; `sidecar keys new` makes another"
-
-
-def _last_days(keys: Sequence[TenantKey]) -> str:
-    shown = [f"{one.title} ({one.last})" for one in keys[:_MOST_KEYS]]
-    return ", ".join(shown) + (f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else "")
+    for one in keys:
+        if one.is_expired(now_s):
+            yield path, f"expired: {one.title} ({one.last}); such a key gets a 401; `sidecar keys revoke` removes it"
+        elif one.is_expired(now_s + SOON_S):
+            yield path, f"about to expire: {one.title} ({one.last}); `sidecar keys new` makes another"
 
 
 def _assumed_output(tier: Tier, limits: Limits) -> int:

@@ -304,7 +304,7 @@ def key_rows(tenant: Tenant, policy: Policy) -> list[KeyRow]:
             one.name,
             policy.tiers[tenant.level if one.level is None else one.level].name,
             one.last,
-            one.expires_s is not None and one.expires_s <= now_s,
+            one.is_expired(now_s),
         )
         for one in tenant.keys or ()
     ]

@@ -44,7 +44,7 @@ def keys(folder: Path, *words: str) -> int:
 
 
 def add(folder: Path, **more: str) -> None:
-    key_files.add_key(load_files(folder), "acme", {"hash": NEW, **more})
+    key_files.change_keys(load_files(folder), "acme", {"hash": NEW, **more})
 
 
 @each(
@@ -249,7 +249,7 @@ def test_many_at_once_lose_no_key(tmp_path: Path) -> None:
 
     def add_one(number: int) -> None:
         digest = f"{number:064x}"
-        key_files.add_key(loaded, "acme", {"hash": f"sha256:{digest}"})
+        key_files.change_keys(loaded, "acme", {"hash": f"sha256:{digest}"})
 
     with ThreadPoolExecutor(8) as pool_of_threads:
         list(pool_of_threads.map(add_one, range(24)))

@@ -223,10 +223,9 @@ def test_what_is_said_of_a_time(tmp_path: Path) -> None:
         f"hours that count now: tier batch: limit 10% ({WORK}); tenant acme: requests_per_minute 60 ({WORK}); "
         "the next change is at 2026-11-30T17:00:00+00:00"
     )
-    assert now.next_s == at("2026-11-30 18:00")
     later = with_hours(tmp_path).hours_at(at("2026-12-04 18:00"))
     assert later is not None
-    assert later.next_s == at("2026-12-07 08:00")  # the midnights of mon-sun change nothing
+    assert later.next_change == "2026-12-07T07:00:00+00:00"  # the midnights of mon-sun change nothing
     assert load(pool(tmp_path)).hours_at(0) is None
 
 
