@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, time, timedelta, timezone, tzinfo
 from fractions import Fraction
@@ -31,8 +32,9 @@ _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_MIN = 24 * 60
 _EXAMPLE = "mon-fri 08:00-18:00 Europe/Berlin"
 _LIKE = f"write it like {quoted(_EXAMPLE)}, {quoted('sat,sun UTC')} or {quoted('22:00-06:00 UTC')}"
-_TIMES = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)", re.ASCII)
-_ZONE = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+)*")
+_TIMES = r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)"
+_PARTS = re.compile(rf"(?:([^\d\s]\S*) )?(?:{_TIMES} )?(\S+)", re.ASCII)
+"""Days, times and a zone; days or times may be left out."""
 _UTC = "UTC"
 _NO_ZONES = (
     f"this system knows no time zone but {_UTC}; install its package tzdata, or the package tzdata for the sidecar's "
@@ -112,18 +114,16 @@ def never_counting(all_hours: tuple[Hours, ...]) -> list[Hours]:
 
 def read_hours(value: object) -> Hours:
     """Hours in their text. Raises ValueError."""
-    text = units.text(value, "hours", _EXAMPLE)
-    *parts, zone = text.split()
-    days = parts.pop(0) if parts and not parts[0][:1].isdigit() else None
-    times = _TIMES.fullmatch(parts.pop(0)) if parts else None
-    if parts or (days is None and times is None) or (times is None and len(text.split()) == 3):
-        raise ValueError(f"{quoted(text)} are no hours; {_LIKE}")
-    found = Hours(text)
+    found = Hours(units.text(value, "hours", _EXAMPLE))
+    parts = _PARTS.fullmatch(" ".join(found.split()))
+    if parts is None or parts[1] is parts[2] is None:
+        raise ValueError(f"{quoted(found)} are no hours; {_LIKE}")
+    days, *times, zone = parts.groups()
     found.days = frozenset(range(7) if days is None else _read_days(days))
-    hour, minute, end_hour, end_minute = map(int, (0, 0, 24, 0) if times is None else times.groups())
+    hour, minute, end_hour, end_minute = map(int, (0, 0, 24, 0) if times[0] is None else times)
     found.begin, found.end, found.zone = hour * 60 + minute, end_hour * 60 + end_minute, _read_zone(zone)
     if found.begin == found.end or found.end > _DAY_MIN:
-        raise ValueError(f"{quoted(text)} are no hours: they begin and end at two times from 00:00 to 24:00")
+        raise ValueError(f"{quoted(found)} are no hours: they begin and end at two times from 00:00 to 24:00")
     if found.end < found.begin:
         found.end += _DAY_MIN
     return found
@@ -144,11 +144,8 @@ def _read_zone(name: str) -> tzinfo:
         return timezone.utc
     import zoneinfo  # only for hours of another zone
 
-    if _ZONE.fullmatch(name):
-        try:
-            return zoneinfo.ZoneInfo(name)
-        except (zoneinfo.ZoneInfoNotFoundError, OSError, ValueError):
-            pass
+    with suppress(zoneinfo.ZoneInfoNotFoundError, OSError, ValueError):
+        return zoneinfo.ZoneInfo(name)
     if not (known := zoneinfo.available_timezones()):
         raise ValueError(_NO_ZONES)
     near = difflib.get_close_matches(name[:60], known, n=1)

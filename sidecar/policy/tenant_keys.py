@@ -75,7 +75,7 @@ def _expiry_s(value: object) -> int:
     written = value.text if isinstance(value, units.Ambiguous) else units.text(value, "a day", "2027-01-31")
     with suppress(ValueError):
         is_day = _DAY.fullmatch(written) is not None
-        begin_s = int(units.moment(f"{written}T00:00Z" if is_day else written).timestamp())
+        begin_s = int(units.moment_s(f"{written}T00:00Z" if is_day else written))
         if _DAY_S <= (end_s := begin_s + is_day * _DAY_S) <= _LATEST_S:
             return end_s
     wanted = 'write its last day, such as 2027-01-31, or "2027-01-31T18:00:00+01:00"'
