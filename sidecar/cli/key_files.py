@@ -20,7 +20,7 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from sidecar.cli.output import CommandFailed
 from sidecar.policy.compiler import Loaded
-from sidecar.policy.source import LOADER, read
+from sidecar.policy.source import LARGEST_FILE_BYTES, LOADER, read
 from sidecar.policy.stored_tenants import InvalidTenant, read_tenant
 from sidecar.policy.tenant_keys import UnknownKey, find_key
 
@@ -46,6 +46,8 @@ def change_keys(loaded: Loaded, tenant: str, change: Mapping[str, str] | str) ->
                 entries.append(dict(change) if len(change) > 1 else change["hash"])
             data["keys"] = entries
             read_tenant(data, loaded.policy)
+            if len(text.encode()) > LARGEST_FILE_BYTES:
+                raise CommandFailed(f"{path}: would be larger than 1 MiB, which cannot be read; revoke old keys first")
             with _written_beside(path, text.encode()) as new:
                 if read(new).data != data:
                     raise CommandFailed(f"{path}: its `keys` are written in a way that only an editor can change")

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, time, timedelta, timezone, tzinfo
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 from sidecar.policy import fields as of
@@ -41,6 +42,8 @@ _NO_ZONES = (
 )
 
 _MOST_HOURS = 20
+WEEKS_S = (1_768_176_000, 1_783_900_800)
+"""The begins of a week in January and one in July of 2026. A zone has one time in each."""
 
 E = TypeVar("E")
 R = TypeVar("R", "Tier", "Limits")
@@ -99,6 +102,14 @@ def covering(all_hours: Iterable[Hours], at_s: float) -> frozenset[Hours]:
 def borders_s(all_hours: Iterable[Hours], at_s: float) -> list[float]:
     """The times after `at_s`, of a week, at which some hours begin or end."""
     return sorted({border for hours in all_hours for span in hours.spans(at_s) for border in span if border > at_s})
+
+
+@lru_cache(maxsize=1024)  # many tenants have the same hours
+def never_counting(all_hours: tuple[Hours, ...]) -> list[Hours]:
+    """Hours in the order of a file, of which those do not count that others before them cover at all times."""
+    times_s = (at_s for week_s in WEEKS_S for at_s in borders_s(all_hours, week_s))
+    counting = {first_covering(all_hours, at_s) for at_s in times_s}
+    return [hours for hours in all_hours if hours not in counting]
 
 
 def read_hours(value: object) -> Hours:

@@ -21,7 +21,17 @@ from sidecar.policy.choices import (
 )
 from sidecar.policy.cost import TokenCost
 from sidecar.policy.fleet import EngineAddress, largest_size, pool_prefill, pool_size
-from sidecar.policy.hours import ByHours, Hours, HoursNow, borders_s, changes_text, covering, first_covering, record_at
+from sidecar.policy.hours import (
+    WEEKS_S,
+    ByHours,
+    Hours,
+    HoursNow,
+    borders_s,
+    changes_text,
+    covering,
+    first_covering,
+    record_at,
+)
 from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.policy.tenant import Tenant
@@ -34,8 +44,6 @@ BARE = "bare"
 
 _MOST_SHOWN = 20
 """Of the tiers and tenants whose hours count now."""
-_WEEKS_S = (1_768_176_000, 1_783_900_800)
-"""The begins of a week in January and one in July of 2026. A zone has one time in each."""
 
 
 def is_forced(environment: Mapping[str, str]) -> bool:
@@ -201,7 +209,7 @@ class Policy(PoolFile):
     def in_all_hours(self) -> Iterator[tuple[str, Policy]]:
         """Combinations of tiers' hours in a week of winter and in one of summer, each with the policy as it is then."""
         of_tiers = {hours for tier in self.tiers for hours in tier.hours}
-        spans = [(*span, hours) for week_s in _WEEKS_S for hours in of_tiers for span in hours.spans(week_s)]
+        spans = [(*span, hours) for week_s in WEEKS_S for hours in of_tiers for span in hours.spans(week_s)]
         seen: set[frozenset[Hours]] = {frozenset()}
         for at_s in sorted({border_s for begin_s, end_s, _ in spans for border_s in (begin_s, end_s)}):
             counting = frozenset(hours for begin_s, end_s, hours in spans if begin_s <= at_s < end_s)

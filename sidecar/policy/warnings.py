@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from operator import itemgetter
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
 from sidecar.policy.choices import Learn, Order, StoreLoss, TierSource, Unguarded, Unsized
 from sidecar.policy.fleet_warnings import fleet_warnings, model_warnings
+from sidecar.policy.hours import Hours, never_counting
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import FilePlace, Found, Path, Problem, dotted, suggestion
 from sidecar.policy.rules import MOST_EXCESS, UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
@@ -44,6 +45,7 @@ SOON_S = 14 * 24 * 3600
 def warnings(policy: Policy, place: Callable[[Path], FilePlace | None] = lambda _path: None) -> tuple[Problem, ...]:
     """The warnings of `sidecar check` about a valid policy. `place` knows the files' lines: `Loaded.place`."""
     found = [*_pool(policy), *_pools(policy), *_tenants(policy), *fleet_warnings(policy), *model_warnings(policy)]
+    found += _hours(policy)
     known = {*found}
     for hours, then in policy.in_all_hours():
         others = [warning for warning in (*_pool(then), *_pools(then)) if warning not in known]
@@ -477,6 +479,14 @@ def _too_small(
             f"lets {most:,} tokens through at once, and a request that names no maximum counts for {counted:,} "
             "and its prompt: each is over the limit; allow more, or a longer burst",
         )
+
+
+def _hours(policy: Policy) -> Found:
+    of_all: dict[Path, Iterable[Hours]] = {("tiers", tier.name, "hours"): tier.hours for tier in policy.tiers}
+    of_all |= {("tenants", name, "limits", "hours"): one.limits.hours for name, one in policy.named.items()}
+    for path, all_hours in of_all.items():
+        for hours in never_counting(tuple(all_hours)):
+            yield (*path, hours), "never counts: hours before it cover all of it; write it before them"
 
 
 def _ending_keys(keys: Sequence[TenantKey], path: Path) -> Found:

@@ -177,6 +177,16 @@ def test_what_cannot_be_done_changes_nothing(
     assert os.listdir(file.parent) == ["acme.yaml"]
 
 
+def test_a_file_that_would_be_too_large_to_be_read_is_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = BLOCK + "#" + "x" * (2**20 - len(BLOCK) - 60) + "\n"
+    file = acme(tmp_path, full)
+    assert keys(tmp_path, "new", "acme") == 1
+    assert "would be larger than 1 MiB" in capsys.readouterr().err
+    assert file.read_text() == full
+
+
 def test_a_policy_with_mistakes_is_not_edited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = acme(tmp_path, BLOCK.replace("normal", "hihg"))
     assert keys(tmp_path, "new", "acme") == 1
