@@ -130,8 +130,6 @@ def _rows(args: argparse.Namespace, method: str, below: str = "", body: bytes | 
     """The keys of a tenant, after a change that the store makes. Raises CommandFailed."""
     if not args.admin:
         policy = _loaded(args).policy
-        if args.tenant not in policy.named:
-            raise CommandFailed(f"no file of this policy has tenant {args.tenant}; one in the store needs --admin URL")
         return key_rows(policy.named[args.tenant], policy)
     path = f"/tenants/{quote(args.tenant, safe='')}{below}"
     answer = read_page(args.admin, path, Tenants, method=method, body=body, patience_s=_PATIENCE_S)
@@ -139,7 +137,11 @@ def _rows(args: argparse.Namespace, method: str, below: str = "", body: bytes | 
 
 
 def _loaded(args: argparse.Namespace) -> Loaded:
-    return load_files(policy_path(args.policy, "--policy"))
+    """The policy's files, of which one has the tenant. Raises CommandFailed."""
+    loaded = load_files(policy_path(args.policy, "--policy"))
+    if args.tenant not in loaded.tenants:
+        raise CommandFailed(f"no file of this policy has tenant {args.tenant}; one in the store needs --admin URL")
+    return loaded
 
 
 def _hash(_: argparse.Namespace) -> int:
