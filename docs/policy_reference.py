@@ -6,7 +6,8 @@ The reference is made of the schemas: the purpose of a key, the form of its valu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,33 @@ _NOTHING = {"type": "null"}
 
 def reference_text() -> str:
     """The whole page."""
-    parts, paths = [_HEAD], dict[str, tuple[str, ...]]()
+    parts, paths, written = [_HEAD], dict[str, tuple[str, ...]](), dict[str, str]()
     documents = {title: described(kind) for kind, title in PLACES.items()}
     for document in documents.values():
         _find(document, document, (), paths)
     for title, document in documents.items():
-        parts += _sections(document, document, title, (), paths)
+        parts += _folded(_sections(document, document, title, (), paths), written)
     return "\n".join(parts)
 
 
 _Paths = dict[str, tuple[str, ...]]
+_NAME = re.compile(r"- (`\w+`)")
+
+
+def _folded(lines: Iterable[str], written: dict[str, str]) -> Iterator[str]:
+    """The lines, but for keys that an earlier section has in the same words: one line names them, and that section."""
+    section, repeated = "", list[str]()
+    for line in lines:
+        if line.startswith("### "):
+            section = line.strip("#`\n ")
+        if written.setdefault(line, section) != section and _NAME.match(line):
+            repeated.append(line)
+            continue
+        if repeated:
+            names = ", ".join(_NAME.findall("\n".join(repeated)))
+            yield f"- {names}: as in [`{written[repeated[0]]}`](#{written[repeated[0]].replace('.', '').lower()})"
+            repeated = []
+        yield line
 
 
 def _find(document: _Schema, mapping: _Schema, path: tuple[str, ...], paths: _Paths) -> None:

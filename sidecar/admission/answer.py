@@ -21,7 +21,7 @@ from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import Held, PendingAbort, PendingAborts
 from sidecar.admission.request_gain import RequestGain
 from sidecar.admission.responses import send_error
-from sidecar.admission.usage import UsageReader
+from sidecar.admission.usage import UsageReader, weighed
 from sidecar.apis import Api
 from sidecar.context import Granted, Holder, current
 from sidecar.errors import AdmissionError, EngineUnreachable
@@ -237,7 +237,8 @@ class Answer(msgspec.Struct, eq=False):
         learn(controller, request, policy, usage, self.status, is_complete=is_complete, is_failure=is_failure)
         if not (is_failure or usage.is_known(self.status)):
             return tokens, None
-        return tokens, _weigh(request, usage, tokens)
+        cost = request.token_cost
+        return tokens, tokens if cost is None else weighed(cost, usage, request.prompt_tokens, tokens)
 
     def _begun(self, message: Message) -> Message:
         self.status = message["status"]
@@ -318,23 +319,11 @@ def _count_use(
         # An answer that says nothing of its tokens: it may be one that its client has cut off before its end.
         tokens = request.most_tokens if usage.has_begun else tokens
     classification = request.classification
-    input_tokens = _count_prompt(request, usage, tokens)
+    input_tokens = min(tokens, request.prompt_tokens if usage.input_tokens is None else usage.input_tokens)
     tenant, tier = classification.tenant.name, policy.tiers[classification.level].name
-    output_tokens, charged = tokens - input_tokens, _weigh(request, usage, tokens)
-    counted.add(tenant, tier, request.payload.model, input_tokens, output_tokens, charged, request.beside)
-
-
-def _weigh(request: SizedRequest, usage: UsageReader, tokens: int) -> int:
-    """The count for `tokens` of a request's usage, by the weights of its model."""
-    if request.token_cost is None:
-        return tokens
-    prompt = _count_prompt(request, usage, tokens)
-    return request.token_cost.of(prompt, usage.cached_tokens or 0, tokens - prompt)
-
-
-def _count_prompt(request: SizedRequest, usage: UsageReader, tokens: int) -> int:
-    """The prompt's part of them: the estimate of it, where the engine does not say."""
-    return min(tokens, request.prompt_tokens if usage.input_tokens is None else usage.input_tokens)
+    cost = request.token_cost
+    charged = None if cost is None else weighed(cost, usage, request.prompt_tokens, tokens)
+    counted.add(tenant, tier, request.payload.model, input_tokens, tokens - input_tokens, charged, request.beside)
 
 
 async def _nothing() -> None:

@@ -22,6 +22,7 @@ from typing import Annotated
 import msgspec
 
 from sidecar.lengths.output_ratios import OutputRatio, OutputRatios
+from sidecar.policy.cost import TokenCost
 
 _EVENT = b"data:"
 _NAME = b'"usage"'
@@ -303,6 +304,12 @@ class UsageReader(msgspec.Struct, eq=False):
                 more += tokens
         self.large_tokens += more
         self.chunks += more
+
+
+def weighed(cost: TokenCost, usage: UsageReader, prompt_tokens: int, tokens: int) -> int:
+    """The count for `tokens` of an answer's usage. `prompt_tokens` is the estimate of its prompts."""
+    prompt = min(tokens, prompt_tokens if usage.input_tokens is None else usage.input_tokens)
+    return cost.of(prompt, usage.cached_tokens or 0, tokens - prompt)
 
 
 def _has_large_event(body: bytes) -> bool:

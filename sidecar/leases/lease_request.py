@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 from math import isfinite
@@ -106,12 +107,12 @@ class LeaseRequest(NamedTuple):
         deadline = self.deadline
         if deadline is None:
             return None
-        from sidecar.admission.deadline import latest_deadline_us, seconds_until
+        from sidecar.admission.deadline import latest_deadline_us
 
         if isinstance(deadline, timedelta):
             left_s = deadline.total_seconds()
         elif isinstance(deadline, datetime) and deadline.utcoffset() is not None:
-            left_s = seconds_until(deadline)
+            left_s = deadline.timestamp() - time.time()
         else:
             raise ValueError(f"deadline: {deadline!r} is no timedelta, and no datetime with a zone; write one of them")
         try:
