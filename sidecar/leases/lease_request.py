@@ -52,7 +52,7 @@ class LeaseRequest(NamedTuple):
             raise ValueError(f"model: {self.model!r} is no name; write a text, or None")
         tenant, source = self._tenant(policy), TierSource.KEY if self.tier is None else Fallback.LEASE
         level = self._level(policy, tenant)
-        return SizedRequest(
+        request = SizedRequest(
             headers={},
             payload=Payload(self.model, stream=False),
             classification=Classification(tenant, level, source, None, ()),
@@ -65,9 +65,8 @@ class LeaseRequest(NamedTuple):
             max_wait_s=self.max_wait_s,
             hits=(),
             deadline_us=self._deadline_us(policy, level, now_us),
-            token_cost=None if names is None else names.cost(self.model),
-            beside=() if names is None else names.accounts(tenant, self.model),
         )
+        return request if names is None else request.with_charges(names)
 
     def usage(self, tokens: int | None) -> UsageReader:
         """The usage of an answer that says so many tokens of prompt and output; None: it says nothing."""
