@@ -237,7 +237,8 @@ class Answer(msgspec.Struct, eq=False):
         learn(controller, request, policy, usage, self.status, is_complete=is_complete, is_failure=is_failure)
         if not (is_failure or usage.is_known(self.status)):
             return tokens, None
-        return tokens, weighed(request.token_cost, usage, request.prompt_tokens, tokens)
+        cost = request.token_cost
+        return tokens, tokens if cost is None else weighed(cost, usage, request.prompt_tokens, tokens)
 
     def _begun(self, message: Message) -> Message:
         self.status = message["status"]
@@ -320,8 +321,9 @@ def _count_use(
     classification = request.classification
     input_tokens = min(tokens, request.prompt_tokens if usage.input_tokens is None else usage.input_tokens)
     tenant, tier = classification.tenant.name, policy.tiers[classification.level].name
-    output_tokens, charged = tokens - input_tokens, weighed(request.token_cost, usage, request.prompt_tokens, tokens)
-    counted.add(tenant, tier, request.payload.model, input_tokens, output_tokens, charged, request.beside)
+    cost = request.token_cost
+    charged = None if cost is None else weighed(cost, usage, request.prompt_tokens, tokens)
+    counted.add(tenant, tier, request.payload.model, input_tokens, tokens - input_tokens, charged, request.beside)
 
 
 async def _nothing() -> None:

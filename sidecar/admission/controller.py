@@ -393,7 +393,7 @@ class AdmissionController:
         of_policy = {"generation": self.policy.generation, "engine": self.policy.engine.name}
         return {
             "version": version_document(),
-            "policy": {**of_policy, **({} if hours is None else {"hours": hours.document()})},
+            "policy": {**of_policy, **({} if hours is None else {"hours": hours._asdict()})},
             "mode": self.policy.mode.value,
             "engine": self.engine_watch.document(),
             "draining": self.is_draining,

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from sidecar.admission.intake import DEADLINE_HEADER
 from sidecar.errors import InvalidHeader
 from sidecar.policy.model import Policy
-from sidecar.policy.units import duration_s, moment
+from sidecar.policy.units import duration_s, moment_s
 
 if TYPE_CHECKING:
     from sidecar.pools import Lease, Pool
@@ -32,7 +31,7 @@ def asked_deadline_us(raw: bytes, now_us: int) -> int:
     """The deadline that a header's value states, by the clock of `now_us`. Raises InvalidHeader."""
     text = raw.decode("latin-1").strip()
     try:
-        left_s = seconds_until(moment(text)) if ":" in text else float(duration_s(text))
+        left_s = moment_s(text) - time.time() if ":" in text else float(duration_s(text))
     except ValueError:
         raise InvalidHeader(f"{DEADLINE_HEADER.decode()}: {text[:40]!r} is no deadline; {_WRITE}") from None
     return now_us + round(left_s * 1e6)
@@ -53,11 +52,6 @@ def lower_deadline_us(policy: Policy, level: int, deadline_us: int, now_us: int)
     """The deadline of a request that its tenant's limits moved down to a tier; None where that takes none."""
     most_s = policy.tiers[level].queue.max_deadline_s
     return None if most_s is None else min(deadline_us, now_us + round(most_s * 1e6))
-
-
-def seconds_until(deadline: datetime) -> float:
-    """The seconds from now to a moment that has a zone, by the wall clock; negative where it has passed."""
-    return deadline.timestamp() - time.time()
 
 
 class RisingWait:

@@ -251,11 +251,11 @@ def _classified(
 ) -> Classified:
     classification, payload, tiers = request.classification, request.payload, snapshot.policy.tiers
     clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
-    return Classified(
-        at_us=at_us,
-        tier=tiers[classification.level].name,
-        tenant=classification.tenant.name,
-        source=classification.source._value_,  # `value` itself costs two calls
+    return Classified(  # with more than 15 names Python would make a dict of them
+        at_us,
+        tiers[classification.level].name,
+        classification.tenant.name,
+        classification.source._value_,  # `value` itself costs two calls
         clamped_from=None if clamped_from is None else tiers[clamped_from].name,
         api=api or request.api._value_,
         model=payload.model,

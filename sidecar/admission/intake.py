@@ -48,6 +48,7 @@ from sidecar.pools import Ask, Pool
 from sidecar.scheduling.tickets import TicketGain
 
 if TYPE_CHECKING:
+    from sidecar.admission.model_names import ModelNames
     from sidecar.admission.request_gain import GainMeter
     from sidecar.payload.content_codings import PackedBody
 
@@ -152,6 +153,11 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
         """With the level that the pool charges, or whose queue is full."""
         return replace(self, classification=self.classification.charged(level))
 
+    def with_charges(self, names: ModelNames) -> SizedRequest:
+        """With the weights of its tokens, and the accounts beside its tenant's own."""
+        model = self.payload.model
+        return replace(self, token_cost=names.cost(model), beside=names.accounts(self.classification.tenant, model))
+
     def ask(self) -> Ask:
         """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
@@ -163,9 +169,9 @@ class SizedRequest(msgspec.Struct, frozen=True, gc=False):
             name = "" if self.classification.user is None else self.classification.user.key
             user = name if users.fair else None
             accounts += (users.account(tenant.name, name),) if users.limits.are_counted else ()
-        return Ask(
-            tier=self.classification.level,
-            tenant=tenant.name,
+        return Ask(  # with more than 15 names Python would make a dict of them
+            self.classification.level,
+            tenant.name,
             weight=tenant.weight,
             tokens=self.tokens,
             requests=self.requests,
@@ -368,11 +374,11 @@ class RequestIntake(msgspec.Struct, eq=False):
             classification = replace(classification, user=find_user(tenant, headers, payload.body))
         self.classification = classification
         added = snapshot.credentials.added
-        return SizedRequest(
-            headers=headers,
-            payload=payload,
-            classification=classification,
-            api=api,
+        request = SizedRequest(  # with more than 15 names Python would make a dict of them
+            headers,
+            payload,
+            classification,
+            api,
             path=endpoint.path,
             prompt_tokens=prompt_tokens,
             tokens=tokens_to_hold(payload, prompt_tokens, output),
@@ -386,9 +392,8 @@ class RequestIntake(msgspec.Struct, eq=False):
             is_unread=is_unread,
             engine_model=names.renamed.get(payload.model),
             deadline_us=deadline_us,
-            token_cost=names.cost(payload.model) if names.have_charges else None,
-            beside=names.accounts(tenant, payload.model) if names.have_charges else (),
         )
+        return request.with_charges(names) if names.have_charges else request
 
     def _promised(self, classification: Classification) -> tuple[Classification, Objective | None, int | None]:
         """The request's objective and deadline, as far as its client may change them; what did not count is noted."""

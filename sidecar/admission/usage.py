@@ -306,10 +306,8 @@ class UsageReader(msgspec.Struct, eq=False):
         self.chunks += more
 
 
-def weighed(cost: TokenCost | None, usage: UsageReader, prompt_tokens: int, tokens: int) -> int:
+def weighed(cost: TokenCost, usage: UsageReader, prompt_tokens: int, tokens: int) -> int:
     """The count for `tokens` of an answer's usage. `prompt_tokens` is the estimate of its prompts."""
-    if cost is None:
-        return tokens
     prompt = min(tokens, prompt_tokens if usage.input_tokens is None else usage.input_tokens)
     return cost.of(prompt, usage.cached_tokens or 0, tokens - prompt)
 

@@ -127,7 +127,7 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "background": policy.background.value,
         "usage": policy.usage.value,
         "tenants": sorted(policy.named),
-        **({} if (hours := policy.hours_at(time.time())) is None else {"hours": hours.document()}),
+        **({} if (hours := policy.hours_at(time.time())) is None else {"hours": hours._asdict()}),
         "limits": {name: as_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
         "allowed_models": {name: tenant.models for name, tenant in sorted(policy.named.items()) if tenant.models},
         "silent_alerts": silent_alerts(policy),

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         found["tenant"]["by"] += f", from {origin}"
     hours, lines = loaded.policy.as_written.hours_at(now_s), [_text(found)]
     if hours is not None:
-        found["hours"] = hours.document()
+        found["hours"] = hours._asdict()
         lines += ["", str(hours)]
     is_refused = "error" in found or _is_refused_everywhere(found)
     return show(args.json, found, lambda: lines) or int(is_refused)

@@ -10,9 +10,8 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,78 +20,51 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from sidecar.cli.output import CommandFailed
 from sidecar.policy.compiler import Loaded
-from sidecar.policy.declared import Context
-from sidecar.policy.problems import dotted
-from sidecar.policy.source import LOADER, read
-from sidecar.policy.tenant import Tenant
-from sidecar.policy.tenant_keys import TenantKey, UnknownKey, find_key
-from sidecar.policy.validate import read_record
+from sidecar.policy.source import LARGEST_FILE_BYTES, LOADER, read
+from sidecar.policy.stored_tenants import InvalidTenant, read_tenant
+from sidecar.policy.tenant_keys import UnknownKey, find_key
 
 
-def add_key(loaded: Loaded, tenant: str, entry: Mapping[str, str]) -> Path:
-    """Adds an entry to the keys of a tenant's file. Returns the file. Raises CommandFailed."""
-    with _edited(loaded, tenant) as file:
-        members = ", ".join(f"{name}: {json.dumps(value)}" for name, value in entry.items())
-        file.text = _with_entry(file.text, "{" + members + "}" if len(entry) > 1 else json.dumps(entry["hash"]))
-        file.entries.append(dict(entry) if len(entry) > 1 else entry["hash"])
-    return file.path
+def change_keys(loaded: Loaded, tenant: str, change: Mapping[str, str] | str) -> tuple[Path, int]:
+    """Adds an entry to the keys of a tenant's file, or removes the one that `find_key` finds. Raises CommandFailed.
 
-
-def revoke_key(loaded: Loaded, tenant: str, called: str) -> tuple[Path, TenantKey, int]:
-    """Removes a key from a tenant's file: see `find_key`. Returns the file, the key, and how many are left.
-
-    Raises CommandFailed.
+    Returns the file, and how many keys it has then.
     """
-    with _edited(loaded, tenant) as file:
-        revoked = find_key(file.keys, called)
-        place = file.keys.index(revoked)
-        file.text = _without_entry(file.text, place)
-        del file.entries[place]
-    return file.path, revoked, len(file.entries)
-
-
-@dataclass
-class _TenantFile:
-    """A tenant's file as it is changed: its text, the entries of its `keys`, and what those were before."""
-
-    path: Path
-    text: str
-    entries: list[Any]
-    keys: Sequence[TenantKey]
-
-
-@contextmanager
-def _edited(loaded: Loaded, tenant: str) -> Iterator[_TenantFile]:
-    """A tenant's file, which is written at the end if its text then says what its entries say. Raises CommandFailed."""
-    if tenant not in loaded.tenants:
-        raise CommandFailed(f"no file of this policy has tenant {tenant}; one in the store is changed with --admin URL")
     path = Path(os.path.realpath(loaded.tenants[tenant].file))
     try:
         with _alone_in(path.parent):
             before = read(path)
             data: dict[str, Any] = dict(before.data or {})
-            file = _TenantFile(path, before.content.decode(), [*data.get("keys", ())], _keys_in(loaded, data))
-            yield file
-            data = {**data, "keys": file.entries}
-            _keys_in(loaded, data)
-            with _written_beside(path, file.text.encode()) as new:
+            keys, entries = read_tenant(data, loaded.policy).keys or (), [*data.get("keys", ())]
+            text = before.content.decode()
+            if isinstance(change, str):
+                place = keys.index(find_key(keys, change))
+                text = _without_entry(text, place)
+                del entries[place]
+            else:
+                text = _with_entry(text, _entry(change))
+                entries.append(dict(change) if len(change) > 1 else change["hash"])
+            data["keys"] = entries
+            read_tenant(data, loaded.policy)
+            if len(text.encode()) > LARGEST_FILE_BYTES:
+                raise CommandFailed(f"{path}: would be larger than 1 MiB, which cannot be read; revoke old keys first")
+            with _written_beside(path, text.encode()) as new:
                 if read(new).data != data:
                     raise CommandFailed(f"{path}: its `keys` are written in a way that only an editor can change")
                 if read(path).content != before.content:
                     raise CommandFailed(f"{path} has changed meanwhile, and was left as it is; run the command again")
                 new.replace(path)
-    except UnknownKey as unknown:
-        raise CommandFailed(f"tenant {tenant}: {unknown}") from None
+    except (UnknownKey, InvalidTenant) as refused:
+        raise CommandFailed(f"tenant {tenant}: {refused}") from None
     except OSError as error:
         raise CommandFailed(f"{path}: cannot be written ({error.strerror}); it is as it was") from None
+    return path, len(entries)
 
 
-def _keys_in(loaded: Loaded, data: Mapping[str, Any]) -> Sequence[TenantKey]:
-    """The keys of a tenant. Raises CommandFailed with all mistakes."""
-    found, mistakes = read_record(Tenant, data, Context(tuple(tier.name for tier in loaded.policy.tiers), Path()))
-    if found is None:
-        raise CommandFailed("\n".join(f"{dotted(place)}: {message}" for place, message in mistakes))
-    return found.keys or ()
+def _entry(change: Mapping[str, str]) -> str:
+    """An entry as it is written: its hash alone, where there is no more about it."""
+    members = ", ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())
+    return "{" + members + "}" if len(change) > 1 else json.dumps(change["hash"])
 
 
 @contextmanager

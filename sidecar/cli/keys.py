@@ -78,36 +78,31 @@ def _new(args: argparse.Namespace) -> int:
     more = {name: value for name, value in given.items() if value is not None}
     if args.tenant is None and more:
         raise CommandFailed(f"--{next(iter(more))} is about the key of a tenant: name the tenant, too", 2)
-    place = None if args.tenant is None else _add(args, {"hash": hash_line(key), **more})
+    entry = {"hash": hash_line(key), **more}
+    place = None if args.tenant is None else _change(args, _checked(args, entry))
     print(f"key   {key}")
     print("      for the client; shown this once, and stored nowhere")
     if place is None:
         print(f'hash  "{hash_line(key)}"')
         print("      for the tenant's file: one more entry under `keys:`")
     else:
-        say(f"      a key of {args.tenant}, in {place}; in force within a second")
+        say(f"      a key of {args.tenant}, in {place[0]}; in force within a second")
     return 0
 
 
-def _add(args: argparse.Namespace, entry: Mapping[str, str]) -> str:
-    """Adds the key to its tenant. Returns the place. Raises CommandFailed."""
-    loaded = None if args.admin else _loaded(args)
-    tiers = () if loaded is None else tuple(tier.name for tier in loaded.policy.tiers)
+def _checked(args: argparse.Namespace, entry: Mapping[str, str]) -> Mapping[str, str]:
+    """The entry of a key, whose parts are options. Raises CommandFailed."""
+    tiers = () if args.admin else tuple(tier.name for tier in _loaded(args).policy.tiers)
     key, mistakes = read_record(TenantKey, entry, Context(tiers, Path()))
     if key is None:
         raise CommandFailed("\n".join(f"--{dotted(path)}: {message}" for path, message in mistakes), 2)
-    if key.expires_s is not None and key.expires_s <= time.time():
+    if key.is_expired(time.time()):
         raise CommandFailed(f"--expires: {key.last} is over; write a later day", 2)
-    if loaded is None:
-        _rows(args, "POST", "/keys", msgspec.json.encode(entry))
-        return "the store"
-    from sidecar.cli.key_files import add_key
-
-    return str(add_key(loaded, args.tenant, entry))
+    return entry
 
 
 def _list(args: argparse.Namespace) -> int:
-    rows = _rows(args, "GET", "")
+    rows = _rows(args, "GET")
     ends = [f"{row.expires or 'never'}{' (expired)' if row.is_expired else ''}" for row in rows]
     cells = [(row.name or "-", row.hash, row.tier, end) for row, end in zip(rows, ends, strict=True)]
     say("\n".join(table([("NAME", "HASH BEGINS", "TIER", "EXPIRES"), *cells]) if rows else ["no key"]))
@@ -115,24 +110,26 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    if args.admin:
-        left = len(_rows(args, "DELETE", f"/keys/{quote(args.key, safe='')}"))
-        title, place = args.key, "the store"
-    else:
-        from sidecar.cli.key_files import revoke_key
-
-        file, revoked, left = revoke_key(_loaded(args), args.tenant, args.key)
-        title, place = revoked.title, str(file)
-    say(f"key {title} of {args.tenant} is revoked in {place}, and gets a 401 within a second; {left or 'none'} left")
+    place, left = _change(args, args.key)
+    say(f"key {args.key} of {args.tenant} is revoked in {place}, and gets a 401 within a second; {left or 'none'} left")
     return 0
 
 
-def _rows(args: argparse.Namespace, method: str, below: str, body: bytes | None = None) -> Sequence[KeyRow]:
+def _change(args: argparse.Namespace, change: Mapping[str, str] | str) -> tuple[object, int]:
+    """Adds an entry to the keys of a tenant, or removes one. Returns the place, and how many there are then."""
+    if args.admin and isinstance(change, str):
+        return "the store", len(_rows(args, "DELETE", f"/keys/{quote(change, safe='')}"))
+    if args.admin:
+        return "the store", len(_rows(args, "POST", "/keys", msgspec.json.encode(change)))
+    from sidecar.cli.key_files import change_keys
+
+    return change_keys(_loaded(args), args.tenant, change)
+
+
+def _rows(args: argparse.Namespace, method: str, below: str = "", body: bytes | None = None) -> Sequence[KeyRow]:
     """The keys of a tenant, after a change that the store makes. Raises CommandFailed."""
     if not args.admin:
         policy = _loaded(args).policy
-        if args.tenant not in policy.named:
-            raise CommandFailed(f"no file of this policy has tenant {args.tenant}; one in the store needs --admin URL")
         return key_rows(policy.named[args.tenant], policy)
     path = f"/tenants/{quote(args.tenant, safe='')}{below}"
     answer = read_page(args.admin, path, Tenants, method=method, body=body, patience_s=_PATIENCE_S)
@@ -140,7 +137,11 @@ def _rows(args: argparse.Namespace, method: str, below: str, body: bytes | None 
 
 
 def _loaded(args: argparse.Namespace) -> Loaded:
-    return load_files(policy_path(args.policy, "--policy"))
+    """The policy's files, of which one has the tenant. Raises CommandFailed."""
+    loaded = load_files(policy_path(args.policy, "--policy"))
+    if args.tenant not in loaded.tenants:
+        raise CommandFailed(f"no file of this policy has tenant {args.tenant}; one in the store needs --admin URL")
+    return loaded
 
 
 def _hash(_: argparse.Namespace) -> int:

@@ -89,7 +89,8 @@ class Observability:
         )
         self._dry_run, generations = self._dry_run_stats(controller), Generations()
         sources = self._sources(controller, metrics, journal)
-        sampler = PoolSampler(sources, lambda: generations.count(self._policy.generation), self._find_wanted)
+        self._live = PoolOverview(sources, generations=generations)
+        sampler = PoolSampler(sources, lambda: generations.count(self._policy.generation), self._live.wanted)
         self._gauges = PoolMetrics(policy.pool, sampler, KINDS)  # its gauges are read for as long as it lives
         waits = WaitFinder(journal, names, is_shared, partial(_place, pool, names))
         self._long_waits = LongWaits(policy.trace_waits_s, waits.so_far)
@@ -101,7 +102,6 @@ class Observability:
             self.observer = EventDispatcher(self._spans, listeners, failure_log=self._log)
         self.observed = Fanout([self._dry_run.note, metrics.note_observed, self._log.note_observed])
         self.unguarded = Fanout([metrics.note_unguarded, self._log.note_unguarded])
-        self._live = PoolOverview(sources, generations=generations)
         controller.engine_watch.on_change.append(self._live.share_now)
         self._usage = usage
         self._ending: list[Callable[[], None]] = []
@@ -192,9 +192,6 @@ class Observability:
         self._spans.change(_starvation_limits_s(policy), _WRITES_USAGE[policy.usage_in_traces])
         self._long_waits.change_interval(policy.trace_waits_s)
         self._live.share_now()
-
-    def _find_wanted(self) -> float | None:
-        return self._live.wanted()
 
     def _sources(self, controller: AdmissionController, metrics: RequestMetrics, journal: Journal) -> Sources:
         """Where the live page and the gauges get their figures."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 from math import isfinite
@@ -51,7 +52,7 @@ class LeaseRequest(NamedTuple):
             raise ValueError(f"model: {self.model!r} is no name; write a text, or None")
         tenant, source = self._tenant(policy), TierSource.KEY if self.tier is None else Fallback.LEASE
         level = self._level(policy, tenant)
-        return SizedRequest(
+        request = SizedRequest(
             headers={},
             payload=Payload(self.model, stream=False),
             classification=Classification(tenant, level, source, None, ()),
@@ -64,9 +65,8 @@ class LeaseRequest(NamedTuple):
             max_wait_s=self.max_wait_s,
             hits=(),
             deadline_us=self._deadline_us(policy, level, now_us),
-            token_cost=None if names is None else names.cost(self.model),
-            beside=() if names is None else names.accounts(tenant, self.model),
         )
+        return request if names is None else request.with_charges(names)
 
     def usage(self, tokens: int | None) -> UsageReader:
         """The usage of an answer that says so many tokens of prompt and output; None: it says nothing."""
@@ -107,12 +107,12 @@ class LeaseRequest(NamedTuple):
         deadline = self.deadline
         if deadline is None:
             return None
-        from sidecar.admission.deadline import latest_deadline_us, seconds_until
+        from sidecar.admission.deadline import latest_deadline_us
 
         if isinstance(deadline, timedelta):
             left_s = deadline.total_seconds()
         elif isinstance(deadline, datetime) and deadline.utcoffset() is not None:
-            left_s = seconds_until(deadline)
+            left_s = deadline.timestamp() - time.time()
         else:
             raise ValueError(f"deadline: {deadline!r} is no timedelta, and no datetime with a zone; write one of them")
         try:

@@ -6,13 +6,11 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import TypeVar
 
 from sidecar.policy.declared import Context, values
-from sidecar.policy.fields import percent
 from sidecar.policy.fleet import EngineAddress, EngineListFile, FleetPolicy, pool_prefill, pool_size
 from sidecar.policy.fleet_validate import list_mistakes
 from sidecar.policy.model import Policy
@@ -22,7 +20,7 @@ from sidecar.policy.rules import PoolRules
 from sidecar.policy.source import Document, read
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.tenant_files import obstacles, tenant_files
-from sidecar.policy.validate import entries, pool_problems, read_record, tenant_problems
+from sidecar.policy.validate import entries, pool_problems, read_record, reserve_mistake, tenant_problems
 
 POOL_FILE = "policy.yaml"
 M = TypeVar("M")
@@ -94,9 +92,8 @@ def _too_much_reserved(policy: Policy) -> Iterator[str]:
     if all(entry.reserve is None for tier in policy.tiers for entry in tier.hours.values()):
         return
     for hours, then in policy.in_all_hours():
-        if (promised := sum(tier.reserve for tier in then.tiers)) > 1:
-            share = percent(Fraction(promised))
-            yield f"in {hours} the reserves add up to {share} of the pool; promise 100% at most"
+        if mistake := reserve_mistake(tier.reserve for tier in then.tiers):
+            yield f"in {hours} {mistake}"
 
 
 _A_TENANT = "this is a tenant's file; name the policy's own file, or the folder with policy.yaml in it"

@@ -29,7 +29,6 @@ class FollowedHours:
         self._policy = governed.policy.as_written
         self._all = self._policy.all_hours
         self._now: frozenset[Hours] | None = None
-        self._is_following = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -47,13 +46,13 @@ class FollowedHours:
 
     def start(self) -> None:
         """Follows the hours, in this event loop."""
-        self._is_following = True
         self._look()
 
     def stop(self) -> None:
         """Follows them no more."""
-        self._is_following = False
-        self._look_later(0.0)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _look(self) -> None:
         """Puts in force what counts now, where that is not what counted at the last look."""
@@ -71,9 +70,7 @@ class FollowedHours:
         self._look_later(now_s)
 
     def _look_later(self, now_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._is_following and self._all:
+        self.stop()
+        if self._all:
             later_s = min([LOOK_AGAIN_S, *(border_s - now_s for border_s in borders_s(self._all, now_s)[:1])])
             self._timer = asyncio.get_running_loop().call_later(later_s, self._look)

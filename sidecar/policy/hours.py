@@ -10,9 +10,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, time, timedelta, timezone, tzinfo
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 from sidecar.policy import fields as of
@@ -30,15 +32,18 @@ _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_MIN = 24 * 60
 _EXAMPLE = "mon-fri 08:00-18:00 Europe/Berlin"
 _LIKE = f"write it like {quoted(_EXAMPLE)}, {quoted('sat,sun UTC')} or {quoted('22:00-06:00 UTC')}"
-_TIMES = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)", re.ASCII)
-_ZONE = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+)*")
+_TIMES = r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)"
+_PARTS = re.compile(rf"(?:([^\d\s]\S*) )?(?:{_TIMES} )?(\S+)", re.ASCII)
+"""Days, times and a zone; days or times may be left out."""
 _UTC = "UTC"
 _NO_ZONES = (
     f"this system knows no time zone but {_UTC}; install its package tzdata, or the package tzdata for the sidecar's "
     "Python"
 )
 
-_MOST_SHOWN = _MOST_HOURS = 20
+_MOST_HOURS = 20
+WEEKS_S = (1_768_176_000, 1_783_900_800)
+"""The begins of a week in January and one in July of 2026. A zone has one time in each."""
 
 E = TypeVar("E")
 R = TypeVar("R", "Tier", "Limits")
@@ -99,20 +104,26 @@ def borders_s(all_hours: Iterable[Hours], at_s: float) -> list[float]:
     return sorted({border for hours in all_hours for span in hours.spans(at_s) for border in span if border > at_s})
 
 
+@lru_cache(maxsize=1024)  # many tenants have the same hours
+def never_counting(all_hours: tuple[Hours, ...]) -> list[Hours]:
+    """Hours in the order of a file, of which those do not count that others before them cover at all times."""
+    times_s = (at_s for week_s in WEEKS_S for at_s in borders_s(all_hours, week_s))
+    counting = {first_covering(all_hours, at_s) for at_s in times_s}
+    return [hours for hours in all_hours if hours not in counting]
+
+
 def read_hours(value: object) -> Hours:
     """Hours in their text. Raises ValueError."""
-    text = units.text(value, "hours", _EXAMPLE)
-    *parts, zone = text.split()
-    days = parts.pop(0) if parts and not parts[0][:1].isdigit() else None
-    times = _TIMES.fullmatch(parts.pop(0)) if parts else None
-    if parts or (days is None and times is None) or (times is None and len(text.split()) == 3):
-        raise ValueError(f"{quoted(text)} are no hours; {_LIKE}")
-    found = Hours(text)
+    found = Hours(units.text(value, "hours", _EXAMPLE))
+    parts = _PARTS.fullmatch(" ".join(found.split()))
+    if parts is None or parts[1] is parts[2] is None:
+        raise ValueError(f"{quoted(found)} are no hours; {_LIKE}")
+    days, *times, zone = parts.groups()
     found.days = frozenset(range(7) if days is None else _read_days(days))
-    hour, minute, end_hour, end_minute = map(int, (0, 0, 24, 0) if times is None else times.groups())
+    hour, minute, end_hour, end_minute = map(int, (0, 0, 24, 0) if times[0] is None else times)
     found.begin, found.end, found.zone = hour * 60 + minute, end_hour * 60 + end_minute, _read_zone(zone)
     if found.begin == found.end or found.end > _DAY_MIN:
-        raise ValueError(f"{quoted(text)} are no hours: they begin and end at two times from 00:00 to 24:00")
+        raise ValueError(f"{quoted(found)} are no hours: they begin and end at two times from 00:00 to 24:00")
     if found.end < found.begin:
         found.end += _DAY_MIN
     return found
@@ -133,11 +144,8 @@ def _read_zone(name: str) -> tzinfo:
         return timezone.utc
     import zoneinfo  # only for hours of another zone
 
-    if _ZONE.fullmatch(name):
-        try:
-            return zoneinfo.ZoneInfo(name)
-        except (zoneinfo.ZoneInfoNotFoundError, OSError, ValueError):
-            pass
+    with suppress(zoneinfo.ZoneInfoNotFoundError, OSError, ValueError):
+        return zoneinfo.ZoneInfo(name)
     if not (known := zoneinfo.available_timezones()):
         raise ValueError(_NO_ZONES)
     near = difflib.get_close_matches(name[:60], known, n=1)
@@ -145,22 +153,14 @@ def _read_zone(name: str) -> tzinfo:
 
 
 class HoursNow(NamedTuple):
-    """Changes that count now, by tier and tenant, and the next time at which others count, in Unix seconds."""
+    """Changes that count now, by tier and tenant, and the next time at which others count, in UTC."""
 
     now: Mapping[str, str]
-    next_s: float | None
-
-    def document(self) -> Mapping[str, object]:
-        """As JSON types; the time in UTC."""
-        next_s = self.next_s
-        at = None if next_s is None else datetime.fromtimestamp(next_s, timezone.utc).isoformat()
-        return {"now": dict([*self.now.items()][:_MOST_SHOWN]), "next_change": at}
+    next_change: str | None
 
     def __str__(self) -> str:
-        shown = [f"{name}: {what}" for name, what in [*self.now.items()][:_MOST_SHOWN]]
-        more = len(self.now) - len(shown)
-        now = "; ".join([*shown, *([f"{more} more"] if more else [])]) or "none of them"
-        return f"hours that count now: {now}; the next change is at {self.document()['next_change']}"
+        now = "; ".join(f"{name}: {what}" for name, what in self.now.items()) or "none of them"
+        return f"hours that count now: {now}; the next change is at {self.next_change}"
 
 
 HoursText = Annotated[Hours, of.Reads(read_hours, of.schema(f"Days and hours, with their zone: {_EXAMPLE}."))]

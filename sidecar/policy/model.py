@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,17 @@ from sidecar.policy.choices import (
 )
 from sidecar.policy.cost import TokenCost
 from sidecar.policy.fleet import EngineAddress, largest_size, pool_prefill, pool_size
-from sidecar.policy.hours import ByHours, Hours, HoursNow, borders_s, changes_text, covering, first_covering, record_at
+from sidecar.policy.hours import (
+    WEEKS_S,
+    ByHours,
+    Hours,
+    HoursNow,
+    borders_s,
+    changes_text,
+    covering,
+    first_covering,
+    record_at,
+)
 from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.policy.tenant import Tenant
@@ -31,8 +42,8 @@ BARE = "bare"
 """The generation of a policy that has no more than passing needs: see `passing`."""
 
 
-_WEEKS_S = (1_768_176_000, 1_783_900_800)
-"""The begins of a week in January and one in July of 2026. A zone has one time in each."""
+_MOST_SHOWN = 20
+"""Of the tiers and tenants whose hours count now."""
 
 
 def is_forced(environment: Mapping[str, str]) -> bool:
@@ -187,15 +198,18 @@ class Policy(PoolFile):
             return None
         by_hours = self._by_hours()
         found = {name: hours for name, entries in by_hours.items() if (hours := first_covering(entries, time_s))}
-        now = {name: f"{changes_text(by_hours[name][hours])} ({hours})" for name, hours in found.items()}
+        now = {name: f"{changes_text(by_hours[name][found[name]])} ({found[name]})" for name in [*found][:_MOST_SHOWN]}
+        if len(found) > len(now):
+            now["others"] = f"{len(found) - len(now)} more"
         counting = covering(all_hours, time_s)
         following = (at_s for at_s in borders_s(all_hours, time_s) if covering(all_hours, at_s) != counting)
-        return HoursNow(now, next(following, None))
+        next_change = next((datetime.fromtimestamp(at_s, timezone.utc).isoformat() for at_s in following), None)
+        return HoursNow(now, next_change)
 
     def in_all_hours(self) -> Iterator[tuple[str, Policy]]:
         """Combinations of tiers' hours in a week of winter and in one of summer, each with the policy as it is then."""
         of_tiers = {hours for tier in self.tiers for hours in tier.hours}
-        spans = [(*span, hours) for week_s in _WEEKS_S for hours in of_tiers for span in hours.spans(week_s)]
+        spans = [(*span, hours) for week_s in WEEKS_S for hours in of_tiers for span in hours.spans(week_s)]
         seen: set[frozenset[Hours]] = {frozenset()}
         for at_s in sorted({border_s for begin_s, end_s, _ in spans for border_s in (begin_s, end_s)}):
             counting = frozenset(hours for begin_s, end_s, hours in spans if begin_s <= at_s < end_s)

@@ -60,12 +60,18 @@ def read_json(text: bytes) -> dict[str, Any]:
     return document
 
 
-def read_record(text: bytes, policy: Policy) -> StoredTenant:
-    """The tenant that a JSON text describes. Raises InvalidTenant, with every mistake."""
-    document = read_json(text)
+def read_tenant(document: Mapping[str, Any], policy: Policy) -> Tenant:
+    """The tenant of a record, or of a file that has been read. Raises InvalidTenant, with every mistake."""
     tenant, mistakes = of_data(Tenant, document, Context(tuple(tier.name for tier in policy.tiers), Path()))
     if tenant is None:
         raise InvalidTenant("\n".join(f"{dotted(path)}: {message}" for path, message in mistakes))
+    return tenant
+
+
+def read_record(text: bytes, policy: Policy) -> StoredTenant:
+    """The tenant that a JSON text describes. Raises InvalidTenant, with every mistake."""
+    document = read_json(text)
+    tenant = read_tenant(document, policy)
     if tenant.keys is None and policy.jwt is None and policy.gateway is None:
         raise InvalidTenant(
             'keys: missing; write "keys": ["sha256:..."], as `sidecar keys new` prints it, or [] where the app names it'

@@ -75,7 +75,7 @@ def _expiry_s(value: object) -> int:
     written = value.text if isinstance(value, units.Ambiguous) else units.text(value, "a day", "2027-01-31")
     with suppress(ValueError):
         is_day = _DAY.fullmatch(written) is not None
-        begin_s = int(units.moment(f"{written}T00:00Z" if is_day else written).timestamp())
+        begin_s = int(units.moment_s(f"{written}T00:00Z" if is_day else written))
         if _DAY_S <= (end_s := begin_s + is_day * _DAY_S) <= _LATEST_S:
             return end_s
     wanted = 'write its last day, such as 2027-01-31, or "2027-01-31T18:00:00+01:00"'
@@ -112,6 +112,10 @@ class TenantKey:
         """Its name, or the beginning of its hash."""
         return self.name or f"{PREFIX}{self.digest[:12]}"
 
+    def is_expired(self, now_s: float) -> bool:
+        """True if it has ended by then."""
+        return self.expires_s is not None and self.expires_s <= now_s
+
     @property
     def last(self) -> str | None:
         """The last day on which it counts, in UTC, or the time from which it does not; None where it has no end."""
@@ -129,8 +133,9 @@ class UnknownKey(LookupError):
 def find_key(keys: Sequence[TenantKey], called: str) -> TenantKey:
     """The key of a name, or whose hash begins so. Raises UnknownKey."""
     digits = called.lower().removeprefix(PREFIX)
-    named = [one for one in keys if one.name == called]
-    found = named or [one for one in keys if len(digits) >= _LEAST_DIGITS and one.digest.startswith(digits)]
+    found = [one for one in keys if one.name == called] or [
+        one for one in keys if len(digits) >= _LEAST_DIGITS and one.digest.startswith(digits)
+    ]
     if len({one.digest for one in found}) == 1:
         return found[0]
     if found:

@@ -75,12 +75,12 @@ def kind(value: object) -> str:
     return "a list" if isinstance(value, list) else "a single value"
 
 
-def moment(text: str) -> datetime:
-    """A day and a time with its zone: `2027-01-31T18:00:00Z`. Parts of a second do not count. Raises ValueError."""
+def moment_s(text: str) -> float:
+    """The Unix time of a day and a time with its zone: `2027-01-31T18:00:00Z`. Parts of a second do not count."""
     if (parts := _MOMENT.fullmatch(text)) is None:
         raise ValueError(f"{quoted(text)} is no time with its zone")
     day, clock, zone = parts.groups()
-    return datetime.fromisoformat(f"{day}T{clock}{'+00:00' if zone in 'Zz' else zone}")
+    return datetime.fromisoformat(f"{day}T{clock}{'+00:00' if zone in 'Zz' else zone}").timestamp()
 
 
 def text(value: object, what: str, example: str) -> str:

@@ -6,7 +6,7 @@ the same file is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from fractions import Fraction
 from functools import cache
@@ -53,12 +53,15 @@ def pool_problems(document: Document) -> list[Problem]:
     return [document.problem(path, message) for path, message in found]
 
 
+def reserve_mistake(shares: Iterable[Fraction | None]) -> str | None:
+    """The sentence for tiers that reserve more than the pool."""
+    promised = sum((reserved for reserved in shares if reserved is not None), start=Fraction(0))
+    return f"the reserves add up to {of.percent(promised)} of the pool; promise 100% at most" if promised > 1 else None
+
+
 def _ladder(tiers: dict[str, object]) -> Found:
-    promised = sum(
-        (_read(share, entries(tiers, name).get("reserve")) or Fraction(0) for name in tiers), start=Fraction(0)
-    )
-    if promised > 1:
-        yield ("tiers",), f"the reserves add up to {of.percent(promised)} of the pool; promise 100% at most"
+    if mistake := reserve_mistake(_read(share, entries(tiers, name).get("reserve")) for name in tiers):
+        yield ("tiers",), mistake
     for place, name in enumerate(tiers):
         if place and entries(tiers, name).get("always_first") is True:
             first = next(iter(tiers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from operator import itemgetter
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
 from sidecar.policy.choices import Learn, Order, StoreLoss, TierSource, Unguarded, Unsized
 from sidecar.policy.fleet_warnings import fleet_warnings, model_warnings
+from sidecar.policy.hours import Hours, never_counting
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import FilePlace, Found, Path, Problem, dotted, suggestion
 from sidecar.policy.rules import MOST_EXCESS, UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
@@ -39,13 +40,12 @@ NOMINAL = 10_000
 
 SOON_S = 14 * 24 * 3600
 """Keys that end within so long have a warning: time for their holders to change them."""
-_MOST_KEYS = 5
-"""Of a tenant that a warning names."""
 
 
 def warnings(policy: Policy, place: Callable[[Path], FilePlace | None] = lambda _path: None) -> tuple[Problem, ...]:
     """The warnings of `sidecar check` about a valid policy. `place` knows the files' lines: `Loaded.place`."""
     found = [*_pool(policy), *_pools(policy), *_tenants(policy), *fleet_warnings(policy), *model_warnings(policy)]
+    found += _hours(policy)
     known = {*found}
     for hours, then in policy.in_all_hours():
         others = [warning for warning in (*_pool(then), *_pools(then)) if warning not in known]
@@ -481,20 +481,21 @@ def _too_small(
         )
 
 
+def _hours(policy: Policy) -> Found:
+    of_all: dict[Path, Iterable[Hours]] = {("tiers", tier.name, "hours"): tier.hours for tier in policy.tiers}
+    of_all |= {("tenants", name, "limits", "hours"): one.limits.hours for name, one in policy.named.items()}
+    for path, all_hours in of_all.items():
+        for hours in never_counting(tuple(all_hours)):
+            yield (*path, hours), "never counts: hours before it cover all of it; write it before them"
+
+
 def _ending_keys(keys: Sequence[TenantKey], path: Path) -> Found:
     now_s = time.time()
-    ending = [(one, one.expires_s - now_s) for one in keys if one.expires_s is not None]
-    expired = [one for one, left_s in ending if left_s <= 0]
-    soon = [one for one, left_s in ending if 0 < left_s <= SOON_S]
-    if expired:
-        yield path, f"expired: {_last_days(expired)}; such a key gets a 401; `sidecar keys revoke` removes it"
-    if soon:
-        yield path, f"about to expire: {_last_days(soon)}; `sidecar keys new` makes another"
-
-
-def _last_days(keys: Sequence[TenantKey]) -> str:
-    shown = [f"{one.title} ({one.last})" for one in keys[:_MOST_KEYS]]
-    return ", ".join(shown) + (f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else "")
+    for one in keys:
+        if one.is_expired(now_s):
+            yield path, f"expired: {one.title} ({one.last}); such a key gets a 401; `sidecar keys revoke` removes it"
+        elif one.is_expired(now_s + SOON_S):
+            yield path, f"about to expire: {one.title} ({one.last}); `sidecar keys new` makes another"
 
 
 def _assumed_output(tier: Tier, limits: Limits) -> int:

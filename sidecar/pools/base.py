@@ -82,11 +82,6 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
         """The tokens that its accounts' limits count: the most that it may use, weighted by its cost."""
         return self.charged_tokens if self.cost is None else self.cost.of(self.charged_tokens)
 
-    @property
-    def fair_cost(self) -> int | None:
-        """Its charge in fair shares, None for what it holds."""
-        return None if self.cost is None else self.cost.in_turns(self.tokens)
-
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
     """How a wait ended, in a lease or not. Times in microseconds; `level` is the aged level in whole levels.

@@ -62,5 +62,5 @@ def new_ticket(ask: Ask, number: int, arrived_us: int) -> Ticket:
         number,
         ask.gain,
         user=ask.user,
-        cost=ask.fair_cost,
+        cost=None if ask.cost is None else ask.cost.in_turns(ask.tokens),
     )

@@ -130,7 +130,8 @@ class PoolRequests:
         if lease is None or lease.size_now is None:
             return
         self._asks_for(lease, tokens := lease.size_now())
-        ticket.tokens, ticket.cost = tokens, lease.ask.fair_cost
+        cost = lease.ask.cost
+        ticket.tokens, ticket.cost = tokens, None if cost is None else cost.in_turns(tokens)
         if not ticket.has_returned:
             lease.paid_tokens = tokens
 
@@ -139,7 +140,7 @@ class PoolRequests:
         lease.held, before = None, lease.ticket.charged
         lease.paid_tokens += tokens - lease.ticket.tokens
         self._asks_for(lease, tokens)
-        lease.ticket.cost = lease.ask.fair_cost
+        lease.ticket.cost = None if lease.ask.cost is None else lease.ask.cost.in_turns(tokens)
         return (lease.ticket.cost or tokens) - before
 
     def _asks_for(self, lease: Lease, tokens: int) -> None:

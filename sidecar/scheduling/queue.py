@@ -102,7 +102,7 @@ class FairQueue:
     def pass_through(self, ticket: Ticket) -> None:
         """`add` and `leave` of one that comes while none waits."""
         self.afresh += 1
-        self.start_afresh(self.virtual + ticket.charged / ticket.weight)
+        self.start_afresh(self.virtual + (ticket.cost or ticket.tokens) / ticket.weight)
 
     def start_afresh(self, virtual: float) -> None:
         """None of the tier waits: all tags begin at a virtual time beyond every one of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -153,35 +153,30 @@ class StoredTenantsRegistry:
 
     async def add_key(self, name: str, text: bytes) -> None:
         """Adds a key to a tenant of the store: JSON, as a tenant's file has it. Raises as `put`."""
-        entry = read_json(text)
-        await self._edit_keys(name, lambda keys: [*keys, entry], "a key of tenant %s written to the store")
+        await self._edit_keys(name, added=[read_json(text)])
 
     async def revoke_key(self, name: str, called: str) -> None:
         """Takes a key from a tenant of the store: see `find_key`. Raises UnknownKey, or as `remove`."""
         await self.synchronize()
         stored = self._stored.get(name)
-        hashed = "" if stored is None else PREFIX + find_key(stored.tenant.keys or (), called).digest
+        await self._edit_keys(name, removed="" if stored is None else find_key(stored.tenant.keys or (), called).digest)
 
-        def kept(keys: Sequence[Any]) -> Sequence[Any]:
-            return [one for one in keys if (one["hash"] if isinstance(one, dict) else one) != hashed]
-
-        await self._edit_keys(name, kept, "a key of tenant %s removed from the store")
-
-    async def _edit_keys(self, name: str, edited: Callable[[Sequence[Any]], Sequence[Any]], done: str) -> None:
+    async def _edit_keys(self, name: str, added: Sequence[Any] = (), removed: str = "") -> None:
         """Writes a tenant of the store with other keys; another change at the same time is kept."""
 
         def change(text: bytes) -> tuple[bytes, Sequence[str]]:
             if not text:
                 raise RefusedChange(ChangeRefused.UNKNOWN)
-            document = read_json(text)
-            keys = edited(document.get("keys", ()))
-            tenant = read_record(msgspec.json.encode({**document, "keys": keys}), self._files_policy)
+            before = read_record(text, self._files_policy)
+            entries = zip(before.digests, before.document.get("keys", ()), strict=True)
+            keys = [*(entry for digest, entry in entries if digest != removed), *added]
+            tenant = read_record(msgspec.json.encode({**before.document, "keys": keys}), self._files_policy)
             self._refuse_files(name, tenant.digests)
             return tenant.text(), tenant.keys
 
         self._refuse_only_in_files(name, "its keys are changed there")
         await self._records.put(name, change, replaces=True)
-        _log.warning(done, printable(name), extra={"event": "key_changed"})
+        _log.warning("the keys of tenant %s changed in the store", printable(name), extra={"event": "key_changed"})
         await self._use()
 
     async def remove(self, name: str) -> None:
@@ -304,7 +299,7 @@ def key_rows(tenant: Tenant, policy: Policy) -> list[KeyRow]:
             one.name,
             policy.tiers[tenant.level if one.level is None else one.level].name,
             one.last,
-            one.expires_s is not None and one.expires_s <= now_s,
+            one.is_expired(now_s),
         )
         for one in tenant.keys or ()
     ]

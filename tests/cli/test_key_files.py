@@ -44,7 +44,7 @@ def keys(folder: Path, *words: str) -> int:
 
 
 def add(folder: Path, **more: str) -> None:
-    key_files.add_key(load_files(folder), "acme", {"hash": NEW, **more})
+    key_files.change_keys(load_files(folder), "acme", {"hash": NEW, **more})
 
 
 @each(
@@ -177,6 +177,16 @@ def test_what_cannot_be_done_changes_nothing(
     assert os.listdir(file.parent) == ["acme.yaml"]
 
 
+def test_a_file_that_would_be_too_large_to_be_read_is_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = BLOCK + "#" + "x" * (2**20 - len(BLOCK) - 60) + "\n"
+    file = acme(tmp_path, full)
+    assert keys(tmp_path, "new", "acme") == 1
+    assert "would be larger than 1 MiB" in capsys.readouterr().err
+    assert file.read_text() == full
+
+
 def test_a_policy_with_mistakes_is_not_edited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = acme(tmp_path, BLOCK.replace("normal", "hihg"))
     assert keys(tmp_path, "new", "acme") == 1
@@ -239,7 +249,7 @@ def test_many_at_once_lose_no_key(tmp_path: Path) -> None:
 
     def add_one(number: int) -> None:
         digest = f"{number:064x}"
-        key_files.add_key(loaded, "acme", {"hash": f"sha256:{digest}"})
+        key_files.change_keys(loaded, "acme", {"hash": f"sha256:{digest}"})
 
     with ThreadPoolExecutor(8) as pool_of_threads:
         list(pool_of_threads.map(add_one, range(24)))

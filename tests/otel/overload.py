@@ -48,7 +48,7 @@ tiers:
   batch:
     reserve: 25%
     limit: 90%
-    queue: {{max_requests: 6, max_wait: 500ms}}
+    queue: {{max_requests: 6, max_wait: 500ms, max_deadline: 2s}}
     slo: {{starvation: 20ms}}
 default_tier: normal
 anonymous: normal
@@ -85,6 +85,7 @@ CLIENTS = [
     Client(HIGH, stream=False),
     *[Client(STANDARD, {"x-priority": "critical"})] * 4,  # are clamped
     *[Client(BATCH, patience_s=0.05)] * 3,  # leave while they wait
+    *[Client(STANDARD, {"x-priority": "batch", "x-admission-deadline": "1s"})] * 3,  # rise as it comes near
     Client(NOBODY),
     *[Client(LIMITED, pause_s=0.2)] * 2,  # the second is downgraded
 ]
@@ -101,7 +102,12 @@ CALLED_FOR = {
 """The alerts that this overload must raise, each with its tier. It goes on until they fire."""
 
 
-NOW_AND_THEN = ("admission_abandoned_total", "admission_clamped_total", "admission_downgraded_total")
+NOW_AND_THEN = (
+    "admission_abandoned_total",
+    "admission_clamped_total",
+    "admission_downgraded_total",
+    "admission_risen_total",
+)
 
 
 @dataclass(frozen=True)

@@ -223,10 +223,9 @@ def test_what_is_said_of_a_time(tmp_path: Path) -> None:
         f"hours that count now: tier batch: limit 10% ({WORK}); tenant acme: requests_per_minute 60 ({WORK}); "
         "the next change is at 2026-11-30T17:00:00+00:00"
     )
-    assert now.next_s == at("2026-11-30 18:00")
     later = with_hours(tmp_path).hours_at(at("2026-12-04 18:00"))
     assert later is not None
-    assert later.next_s == at("2026-12-07 08:00")  # the midnights of mon-sun change nothing
+    assert later.next_change == "2026-12-07T07:00:00+00:00"  # the midnights of mon-sun change nothing
     assert load(pool(tmp_path)).hours_at(0) is None
 
 
@@ -235,6 +234,17 @@ def test_check_warns_of_what_is_so_in_some_hours(tmp_path: Path) -> None:
     found = [str(one) for one in warnings(load(pool(tmp_path, text)))]
     (one,) = [line for line in found if "is reserved" in line]
     assert f"tiers: in {WORK}: 85% of the pool is reserved, so priorities hardly matter" in one
+
+
+def test_check_warns_of_hours_that_never_count(tmp_path: Path) -> None:
+    in_order = (WORK, "tue 09:00-10:00 Europe/Berlin", "tue 17:00-19:00 Europe/Berlin")
+    hours = ", ".join(f'"{one}": {{limit: 10%}}' for one in in_order)
+    path = pool(tmp_path, SMALL.replace("batch: {}", f"batch: {{hours: {{{hours}}}}}") + "tenants: tenants/*.yaml\n")
+    limits = f'{{hours: {{mon-sun Europe/Berlin: {{requests_per_minute: 60}}, "{WORK}": {{max_output_tokens: 5}}}}}}'
+    tenant(tmp_path, "acme", f"tenant: acme\ntier: normal\nkeys: [sha256:{'0' * 64}]\nlimits: {limits}\n")
+    found = [one for one in warnings(load(path)) if "never counts" in one.message]
+    assert [one.path for one in found] == [f"tiers.batch.hours.{in_order[1]}", f"tenants.acme.limits.hours.{WORK}"]
+    assert "hours before it cover all of it; write it before them" in found[0].message
 
 
 @given(some.text(max_size=40))

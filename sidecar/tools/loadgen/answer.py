@@ -125,12 +125,8 @@ class ClientAnswer:
         if data == b"[DONE]":
             self._is_finished = True
             return
-        try:
-            event = _decode(data)
-        except (msgspec.MsgspecError, RecursionError):
-            self.fail(f"an event of the answer cannot be read: {_show(data)}")
+        if (event := self._read(data, "an event of the answer cannot be read")) is None:
             return
-        self._note(event)
         for index, choice in enumerate(event.choices or ()):
             self._chunk(choice, now_s, is_first_choice=index == 0)
         # SGLang reports an overload like this, under a 200 that was sent before it was known; the emulator follows its
@@ -139,12 +135,19 @@ class ClientAnswer:
         if may_be_problem and (problem := read_problem(data)):
             self.fail(problem)
 
-    def _note(self, event: _Event) -> None:
+    def _read(self, data: bytes, mistake: str) -> _Event | None:
+        """An event, or a whole answer, after its usage was noted; None, and the answer has failed, for another text."""
+        try:
+            event = _decode(data)
+        except (msgspec.MsgspecError, RecursionError):
+            self.fail(f"{mistake}: {_show(data)}")
+            return None
         self.request_id = self.request_id or event.id
         if event.usage is not None:
             self.prompt_tokens = event.usage.prompt_tokens
             self.cached_tokens = _cached_tokens(event.usage.prompt_tokens_details)
             self._usage_tokens = event.usage.completion_tokens
+        return event
 
     def _chunk(self, choice: _Choice, now_s: float, *, is_first_choice: bool) -> None:
         delta = choice.delta or {}
@@ -170,12 +173,8 @@ class ClientAnswer:
             reason = (read_problem(body) or _show(body)).removeprefix(f"{self.status}: ")
             self.fail(f"HTTP {self.status}: {reason}" if reason else f"HTTP {self.status}")
             return
-        try:
-            event = _decode(body)
-        except (msgspec.MsgspecError, RecursionError):
-            self.fail(f"the answer is no JSON object: {_show(body)}")
+        if (event := self._read(body, "the answer is no JSON object")) is None:
             return
-        self._note(event)
         message = (event.choices[0].message or {}) if event.choices else {}
         content = event.choices[0].text if event.choices and event.choices[0].text else message.get("content")
         if isinstance(content, str):
