@@ -177,9 +177,8 @@ class PoolFile:
     )
     unguarded: Annotated[Unguarded, of.Choice(Unguarded)] | None = key(
         None,  # a proxy knows the engine's paths; an app has paths of its own, such as /login
-        "All other paths. `deny`: reading (GET) and what is known to be harmless passes; the rest is a 404. "
-        "`generating`: only what runs the model is a 404. `allow`: all pass. Default: `deny` before an "
-        "engine's server, `generating` in an app.",
+        "All other paths. `deny`: only reading (GET) and harmless ones pass. `generating`: all pass but those that "
+        "run the model. `allow`: all pass. Default: `deny` before an engine's server, `generating` in an app.",
         "deny",
     )
     usage: Annotated[StreamUsage, of.Choice(StreamUsage)] = key(
