@@ -25,9 +25,9 @@ from sidecar.errors import TenantNotFound, UnknownTenant
 from sidecar.identity.classify import NamedByApp, TenantClaims, named_by_app
 from sidecar.policy.model import Policy
 
-Said: TypeAlias = "str | Mapping[str, Any] | None"
-"""What the function says of a request: its tenant's name, claims as a token has them, or None: nothing."""
-TenantOf: TypeAlias = "Callable[[Scope], Said | Awaitable[Said]]"
+AppAnswer: TypeAlias = "str | Mapping[str, Any] | None"
+"""An answer of the function: a tenant's name, claims as a token has them, or None: nothing is known."""
+TenantOf: TypeAlias = "Callable[[Scope], AppAnswer | Awaitable[AppAnswer]]"
 
 _RIGHT = "the name of a tenant, a mapping of claims, or None"
 _REFUSED = "this server could not find out whose request this is; its log says why, for the operator"
@@ -98,8 +98,8 @@ async def _ask_app(tenant_of: TenantOf, scope: Scope, client: UploadChannel, pol
     try:
         named = tenant_of(scope)
         if inspect.isawaitable(named):
-            named = await _awaited(named, client if scope["type"] == "http" else None, policy.body_timeout_s)
-        return _claims(named, policy)
+            named = await _wait_for_name(named, client if scope["type"] == "http" else None, policy.body_timeout_s)
+        return _read_claims(named, policy)
     except (UnknownTenant, TenantNotFound) as refusal:
         return refusal
     except _ClientLeft:
@@ -111,7 +111,7 @@ async def _ask_app(tenant_of: TenantOf, scope: Scope, client: UploadChannel, pol
     return TenantNotFound(_REFUSED)
 
 
-async def _awaited(named: Awaitable[Said], client: UploadChannel | None, most_s: float) -> Said:
+async def _wait_for_name(named: Awaitable[AppAnswer], client: UploadChannel | None, most_s: float) -> AppAnswer:
     asking = asyncio.ensure_future(named)
     try:
         await asyncio.sleep(0)  # most have nothing to wait for
@@ -129,7 +129,7 @@ async def _awaited(named: Awaitable[Said], client: UploadChannel | None, most_s:
         asking.cancel()
 
 
-def _claims(named: object, policy: Policy) -> TenantClaims | None:
+def _read_claims(named: object, policy: Policy) -> TenantClaims | None:
     """The claims, by the names that the policy's `jwt` gives them. Raises UnknownTenant, or _Failed."""
     if named is None:
         return None

@@ -110,8 +110,8 @@ def _error(api: Api, body: dict[str, object], status: int) -> dict[str, object]:
     """An error's body as the event that the API's clients know. Without a body it is made from the status."""
     error = body.get("error")
     if not isinstance(error, dict):
-        said = body.get("message") or body.get("detail") or _phrase(status)
-        error = {"message": str(said), "type": "server_error", "code": status}
+        message = body.get("message") or body.get("detail") or _phrase(status)
+        error = {"message": str(message), "type": "server_error", "code": status}
     if api is Api.MESSAGES:
         return {"type": "error", "error": {"type": "api_error", **error}}
     if api is Api.RESPONSES:  # flat in the API's own event; its clients also read `error`, as everywhere else

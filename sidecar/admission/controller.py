@@ -275,8 +275,8 @@ class AdmissionController:
     def report_passing(self, *, was_passing: bool) -> None:
         """Logs that every request passes from now on, or no longer does."""
         if self.is_passing != was_passing:
-            said = PASSES if self.is_passing else f"mode: {self.policy.mode.value}: requests no longer pass untouched"
-            _log.warning("%s", said, extra={"event": "passing" if self.is_passing else "passing_ended"})
+            text = PASSES if self.is_passing else f"mode: {self.policy.mode.value}: requests no longer pass untouched"
+            _log.warning("%s", text, extra={"event": "passing" if self.is_passing else "passing_ended"})
 
     def report_unpreempted(self) -> None:
         """Logs which tiers are preemptible by the policy, and keep their room in this app. An engine's own server may

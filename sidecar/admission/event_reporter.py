@@ -173,14 +173,14 @@ class EventReporter(msgspec.Struct, eq=False):
         status: int | None,
         used: tuple[int, int | None, int | None, int | None],
         error: str | None,
-        said: str | None = None,
+        message: str | None = None,
         size: LeaseSize | None = None,
     ) -> None:
         """The request is over. `used` is all tokens, then the engine's own count of input, output and cached input.
 
-        `said` is the message of the error that was answered in the engine's place. `size` is that of the lease.
+        `message` is that of the error that was answered in the engine's place. `size` is that of the lease.
         """
-        gain = None if self.gain is None else self.gain.settled(outcome, status, is_failure=said is not None)
+        gain = None if self.gain is None else self.gain.settled(outcome, status, is_failure=message is not None)
         is_failure = outcome is not Outcome.COMPLETED or (status or 0) >= FIRST_FAILURE
         if self.observation is None and not is_failure:
             return
@@ -194,7 +194,7 @@ class EventReporter(msgspec.Struct, eq=False):
             input_tokens=input_tokens,
             output_tokens=output_tokens,
             error=error,
-            message=said,
+            message=message,
             held_tokens=held,
             growths=growths,
             gain=gain,

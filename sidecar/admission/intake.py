@@ -56,7 +56,7 @@ MAX_WAIT_HEADER, DEADLINE_HEADER = b"x-admission-max-wait", b"x-admission-deadli
 CONTENT_ENCODING = b"content-encoding"
 NOT_PACKED = (b"accept-encoding", b"identity")
 """No answer may be compressed: its usage is read, and it may have begun as plain text."""
-_NOTHING_SAID = Payload(None, False)
+_NO_BODY = Payload(None, False)
 ATTEMPT_HEADER = b"x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
 _UPLOADS = re.compile(
@@ -314,7 +314,7 @@ class RequestIntake(msgspec.Struct, eq=False):
         if found is None:
             if self.tenant is None:
                 return None
-            found = snapshot.classifier.classify(Asked(self._endpoint, _NOTHING_SAID, {}, ()), self.tenant)
+            found = snapshot.classifier.classify(Asked(self._endpoint, _NO_BODY, {}, ()), self.tenant)
         return snapshot.policy.tiers[found.level].name
 
     @property

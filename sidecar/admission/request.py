@@ -556,8 +556,8 @@ class RequestHandler(TurnUser):
         if self._route is not None:
             self._route.ended()
         used = tokens, usage.input_tokens, usage.output_tokens, usage.cached_tokens
-        said = None if failure is None else failure.message
-        self._reporter.settled(outcome, status, used, error, said, answer.size)
+        message = None if failure is None else failure.message
+        self._reporter.settled(outcome, status, used, error, message, answer.size)
 
     def _when_aborted(self, release: Callable[[], object]) -> None:
         """Calls `release` when the engine has aborted what it computed for this request."""

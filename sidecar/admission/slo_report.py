@@ -32,7 +32,7 @@ class SloReport(msgspec.Struct, eq=False):
     due_us: int
     is_first_known: bool = False
     is_excused: bool = False
-    _is_told: bool = False
+    _is_noted: bool = False
     _is_overdue: bool = False
     _is_late: bool = False
     _obstacle: Callable[[], tuple[Obstacle, str]] | None = None
@@ -52,7 +52,7 @@ class SloReport(msgspec.Struct, eq=False):
 
     def failed(self) -> None:
         """The answer is an error: it says nothing of the objective."""
-        self.is_first_known = self._is_told = True
+        self.is_first_known = self._is_noted = True
 
     def is_overdue(self, now_us: int, *, waits: bool) -> bool:
         """True if the first token is due since an earlier call, and nobody knows of it. Call it from time to time.
@@ -78,15 +78,15 @@ class SloReport(msgspec.Struct, eq=False):
         if not self.is_first_known:
             self.is_first_known = True
             if is_missed and not self.is_excused:
-                self._tell(is_missed=True)
+                self._note_once(is_missed=True)
             self._is_late = is_missed
 
     def complete(self, *, is_slow: bool) -> None:
         """The answer is complete: its later tokens came in time, or too slowly."""
         if is_slow or not self._is_late:
-            self._tell(is_missed=is_slow)
+            self._note_once(is_missed=is_slow)
 
-    def _tell(self, *, is_missed: bool) -> None:
-        if not self._is_told:
-            self._is_told = True
+    def _note_once(self, *, is_missed: bool) -> None:
+        if not self._is_noted:
+            self._is_noted = True
             self._note(is_missed)

@@ -28,7 +28,7 @@ from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.store import STORE_VARIABLE
-from sidecar.policy.tenant import AccountLimits, Tenant
+from sidecar.policy.tenant import RateLimits, Tenant, Users
 from sidecar.policy.warnings import NOMINAL, warnings
 from sidecar.tools.text import table
 
@@ -308,6 +308,7 @@ def _people(policy: Policy) -> str:
         lines.append(f"  {name}: {own}{upto}; {keys} key{'s' * (keys != 1)}, weight {tenant.weight}")
         lines += [f"    models: {', '.join(tenant.models)}"] if tenant.models else []
         lines += [f"    limits: {limits}"] if (limits := _limits(policy, tenant)) else []
+        lines += [f"    users: {_users(tenant.users)}"] if tenant.users is not None else []
     if len(tenants) > _MOST_TENANTS:
         lines.append(f"  ... and {len(tenants) - _MOST_TENANTS} more")
     without_key = policy.tiers[policy.anonymous.level].name if policy.anonymous else "refused"
@@ -339,7 +340,14 @@ def _limits(policy: Policy, tenant: Tenant) -> str:
     return "; ".join(parts)
 
 
-def _counted_limits(limits: AccountLimits) -> list[str]:
+def _users(users: Users) -> str:
+    """Where a request names its user, and what each user has of the tenant's share."""
+    turns = ["take turns"] if users.fair else []
+    limits = [f"each {limit}" for limit in _counted_limits(users.limits)]
+    return "; ".join([f"by {', '.join(users.sources)}", *turns, *limits])
+
+
+def _counted_limits(limits: RateLimits) -> list[str]:
     per_minute = [
         f"{amount:,} {name}"
         for amount, name in ((limits.requests_per_minute, "requests"), (limits.tokens_per_minute, "tokens"))
@@ -349,9 +357,7 @@ def _counted_limits(limits: AccountLimits) -> list[str]:
     if per_minute:
         burst = policy_duration(limits.burst_us / 1_000_000)
         parts.append(f"{' and '.join(per_minute)} a minute ({burst} of that at once)")
-    for tokens, period in ((limits.tokens_per_day, "day"), (limits.tokens_per_month, "month")):
-        if tokens is not None:
-            parts.append(f"{tokens:,} tokens a {period}")
+    parts += [f"{tokens:,} tokens a {period}" for period, tokens in limits.budgets.items()]
     if limits.concurrent_requests is not None:
         parts.append(f"{limits.concurrent_requests:,} requests waiting or running")
     return parts

@@ -129,7 +129,7 @@ class _Search:
         self._scheduler, self._found, self._now, self._gone = scheduler, found, now_us, gone
         self._engine = scheduler.engines[engine]
         self._left: Iterator[ScheduledLease] = iter(())
-        self._taken, self._freed, self._taken_of = list[ScheduledLease](), _NO_ROOM, dict[int, Amount]()
+        self._chosen, self._freed, self._chosen_of = list[ScheduledLease](), _NO_ROOM, dict[int, Amount]()
         self._in_pool, self._on_engine = NOTHING, NOTHING  # what comes before the next of the group
         for ticket in found.engines[engine]:
             self._comes_before(ticket)
@@ -143,14 +143,14 @@ class _Search:
         group, lacking = NOTHING if served.is_for_floor else self._scheduler.need(served), self.lacking(served)
         if not self._take(lacking):
             return None
-        taken = len(self._taken)
+        taken = len(self._chosen)
         for ticket in self._found.burst:
             if self._scheduler.is_within_limit(ticket, group):
                 more = _most(lacking, self.lacking(ticket))
                 if not self._take(more):
                     break
-                group, lacking, taken = plus(group, self._scheduler.need(ticket)), more, len(self._taken)
-        return self._needed(self._taken[:taken], lacking)
+                group, lacking, taken = plus(group, self._scheduler.need(ticket)), more, len(self._chosen)
+        return self._needed(self._chosen[:taken], lacking)
 
     def lacking(self, ticket: Ticket) -> Room:
         """Room that has to be freed for one more of the group. It comes before those that are added after it."""
@@ -172,9 +172,9 @@ class _Search:
             if lease is None:
                 return False
             tier = lease.ticket.tier
-            self._taken.append(lease)
+            self._chosen.append(lease)
             self._freed = _changed(self._freed, lease, 1)
-            self._taken_of[tier] = plus(self._taken_of.get(tier, NOTHING), lease.amount)
+            self._chosen_of[tier] = plus(self._chosen_of.get(tier, NOTHING), lease.amount)
         return True
 
     def _needed(self, taken: list[ScheduledLease], lacking: Room) -> list[ScheduledLease]:
@@ -195,7 +195,7 @@ class _Search:
         stays = lease.is_kept or lease.is_chosen or ticket.is_in_floor
         if stays or lease.returns >= scheduler.rules.max_preemptions or not scheduler.could_come_back(ticket):
             return False
-        taken = plus(self._taken_of.get(ticket.tier, NOTHING), lease.amount)
+        taken = plus(self._chosen_of.get(ticket.tier, NOTHING), lease.amount)
         if scheduler.would_be_below_floor(ticket.tier, taken, self._gone):
             return False
         return scheduler.place(ticket, OTHER) >= self._found.place

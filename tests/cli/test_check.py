@@ -198,6 +198,7 @@ def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path, capsys: pytes
         ("acme", "0", f"limits: {rate}\nover_limit: {{downgrade: normal}}\n"),
         ("blue", "1", "limits: {max_output_tokens: 8192}\n"),
         ("cyan", "2", "limits: {tokens_per_day: 20M, tokens_per_month: 400M}\n"),
+        ("dune", "3", "users: {from: [header x-user-id, body user], limits: {requests_per_minute: 20}}\n"),
     ):
         keys = f'keys: ["sha256:{digit * 64}"]'
         (tmp_path / f"{name}.tenant").write_text(f"tenant: {name}\n{keys}\ntier: high\n{rest}")
@@ -212,6 +213,8 @@ def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path, capsys: pytes
         "    limits: 8,192 tokens in one answer (a request for more gets a 400)\n"
         "  cyan: high; 1 key, weight 1\n"
         "    limits: 20,000,000 tokens a day; 400,000,000 tokens a month; over them 429\n"
+        "  dune: high; 1 key, weight 1\n"
+        "    users: by header x-user-id, body user; take turns; each 20 requests a minute (1m of that at once)\n"
         "  without a key: normal\n"
     ) in printed
     assert main(["check", str(tmp_path), "--json", "-"]) == 0
