@@ -97,7 +97,7 @@ def _forgets_who_is_gone(pool: Scheduler, now_us: int) -> None:
 
 
 def _in_vain(search: _Search, _: Any) -> bool:
-    search._taken += [lease for lease in search._left if search._may_take(lease)][:1]
+    search._chosen += [lease for lease in search._left if search._may_take(lease)][:1]
     return True
 
 
@@ -111,7 +111,7 @@ def _takes_what_has_to_stay(_: _Search, lease: ScheduledLease) -> bool:
 
 def _no_burst(search: _Search, leases: Any) -> Any:
     lacking, search._left = search.lacking(search._found.served), leases
-    return search._needed(search._taken, lacking) if search._take(lacking) else None
+    return search._needed(search._chosen, lacking) if search._take(lacking) else None
 
 
 def _knows_no_holders(pool: Scheduler, candidate: Any, earlier: Any) -> Any:
