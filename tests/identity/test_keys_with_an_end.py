@@ -110,8 +110,8 @@ async def test_an_expired_key_is_a_401_that_says_so_to_each_client(
         base_url = f"http://127.0.0.1:{guarded.port}/v1"
 
         def ask() -> None:
-            client = openai.OpenAI(api_key=CI, base_url=base_url, max_retries=0)
-            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+            with openai.OpenAI(api_key=CI, base_url=base_url, max_retries=0) as client:
+                client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
 
         with pytest.raises(openai.AuthenticationError, match="API key ci of tenant acme has expired") as error:
             await asyncio.to_thread(ask)
@@ -128,8 +128,9 @@ async def test_anthropics_client_is_told_so_in_its_own_shape(tmp_path: Path) -> 
     async with guarding(App(), with_key(tmp_path, expires=LONG_AGO)) as guarded:
 
         def ask() -> None:
-            client = anthropic.Anthropic(api_key=CI, base_url=f"http://127.0.0.1:{guarded.port}", max_retries=0)
-            client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": "hi"}])
+            url = f"http://127.0.0.1:{guarded.port}"
+            with anthropic.Anthropic(api_key=CI, base_url=url, max_retries=0) as client:
+                client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": "hi"}])
 
         with pytest.raises(anthropic.AuthenticationError, match="has expired") as error:
             await asyncio.to_thread(ask)
