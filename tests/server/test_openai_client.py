@@ -32,9 +32,11 @@ def test_the_page_shows_what_the_client_did_and_the_client_is_told_all_it_needs(
     write_app(tmp_path)
     write_policy(tmp_path, acme="limits: {requests_per_minute: 30, burst: 5s}\n")
     port = free_ports(2)
-    with running(tmp_path, "uvicorn", "main:app", "--port", str(port), SIDECAR_ADMIN_PORT=str(port + 1)) as server:
+    with (
+        running(tmp_path, "uvicorn", "main:app", "--port", str(port), SIDECAR_ADMIN_PORT=str(port + 1)) as server,
+        openai.OpenAI(api_key=KEYS["acme"], base_url=f"http://127.0.0.1:{port}/v1", max_retries=0) as client,
+    ):
         server.until("Uvicorn running on")
-        client = openai.OpenAI(api_key=KEYS["acme"], base_url=f"http://127.0.0.1:{port}/v1", max_retries=0)
         answer = client.chat.completions.with_raw_response.create(model="m", messages=HELLO)
         assert (answer.headers["x-admission-tier"], answer.headers["x-ratelimit-limit-requests"]) == ("normal", "30")
         with pytest.raises(openai.RateLimitError, match="30 requests per minute") as refused:
