@@ -319,7 +319,7 @@ def _count_use(
         # An answer that says nothing of its tokens: it may be one that its client has cut off before its end.
         tokens = request.most_tokens if usage.has_begun else tokens
     classification = request.classification
-    input_tokens = min(tokens, request.prompt_tokens if usage.input_tokens is None else usage.input_tokens)
+    input_tokens = usage.prompt_part(tokens, request.prompt_tokens)
     tenant, tier = classification.tenant.name, policy.tiers[classification.level].name
     cost = request.token_cost
     charged = None if cost is None else weighed(cost, usage, request.prompt_tokens, tokens)

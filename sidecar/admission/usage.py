@@ -267,6 +267,10 @@ class UsageReader(msgspec.Struct, eq=False):
         later = self.chunks - self._counted_at
         return later if later > _AFTER_COUNT else 0
 
+    def prompt_part(self, tokens: int, prompt_tokens: int) -> int:
+        """The part of so many tokens that was the prompt: the engine's own count, or the estimate `prompt_tokens`."""
+        return min(tokens, prompt_tokens if self.input_tokens is None else self.input_tokens)
+
     def used_tokens(self, prompt_tokens: int) -> int:
         """The engine's own count, and what came since; without one the prompt's estimate and all that came."""
         used = prompt_tokens if self.input_tokens is None else self.input_tokens
@@ -308,7 +312,7 @@ class UsageReader(msgspec.Struct, eq=False):
 
 def weighed(cost: TokenCost, usage: UsageReader, prompt_tokens: int, tokens: int) -> int:
     """The count for `tokens` of an answer's usage. `prompt_tokens` is the estimate of its prompts."""
-    prompt = min(tokens, prompt_tokens if usage.input_tokens is None else usage.input_tokens)
+    prompt = usage.prompt_part(tokens, prompt_tokens)
     return cost.of(prompt, usage.cached_tokens or 0, tokens - prompt)
 
 

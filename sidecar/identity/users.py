@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -37,8 +37,8 @@ def find_user(tenant: Tenant, headers: Mapping[bytes, bytes], body: bytes) -> Re
     users = tenant.users
     if users is None:
         return None
-    name = next((name for source in users.sources if (name := _named(source, headers, body))), None)
-    if name is None:
+    name = _name(users.sources, headers, body)
+    if not name:
         return UNKNOWN_USER
     key = hashlib.sha256(f"{tenant.name} {name}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
     if users.shown is ShownUsers.HASHED:
@@ -46,17 +46,37 @@ def find_user(tenant: Tenant, headers: Mapping[bytes, bytes], body: bytes) -> Re
     return RequestUser(key, "".join(each if each.isprintable() else "?" for each in name[:_MOST_SHOWN]))
 
 
-def _named(source: str, headers: Mapping[bytes, bytes], body: bytes) -> str:
-    """The name in one place; empty where it names none."""
-    kind, _, path = source.partition(" ")
-    if kind == "header":
-        return headers.get(path.encode(), b"").decode("utf-8", "replace").strip()
-    raw = body
+def _name(sources: Sequence[str], headers: Mapping[bytes, bytes], body: bytes) -> str:
+    """The name in the first place that names one; empty where none does. The body is read once, and only if it must."""
+    members: Mapping[str, msgspec.Raw] | None = None
+    for source in sources:
+        kind, _, path = source.partition(" ")
+        if kind == "header":
+            name = headers.get(path.encode(), b"").decode("utf-8", "replace").strip()
+        else:
+            members = _read_members(body) if members is None else members
+            name = _name_in_body(members, path)
+        if name:
+            return name
+    return ""
+
+
+def _read_members(raw: bytes) -> Mapping[str, msgspec.Raw]:
+    """The members of an object, undecoded; none of what is no object."""
     try:
-        for part in path.split("."):
-            raw = bytes(_MEMBERS.decode(raw).get(part, b"null"))
+        return _MEMBERS.decode(raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
+
+
+def _name_in_body(members: Mapping[str, msgspec.Raw], path: str) -> str:
+    *outer, last = path.split(".")
+    for part in outer:
+        members = _read_members(bytes(members.get(part, b"null")))
+    raw = bytes(members.get(last, b"null"))
+    try:
         value = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, RecursionError):  # no object, or a text or number that is beyond what is read
+    except (msgspec.MsgspecError, RecursionError):  # a text or number that is beyond what is read
         return ""
     if isinstance(value, str):
         return value.strip()
