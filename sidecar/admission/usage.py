@@ -281,10 +281,6 @@ class UsageReader(msgspec.Struct, eq=False):
             return used + (self.chunks if self.output_tokens is None else self.later_chunks)
         return used + self.later_tokens
 
-    def charged_tokens(self, prompt_tokens: int, status: int | None) -> int | None:
-        """The tokens to charge the tenant for. None where neither the response nor its failure says how many."""
-        return self.used_tokens(prompt_tokens) if self.is_known(status) else None
-
     def is_known(self, status: int | None) -> bool:
         """True if the response, or its failure, says how many tokens were used."""
         is_counted = self.output_tokens is not None or self.input_tokens is not None or self.chunks > 0

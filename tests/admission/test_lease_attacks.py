@@ -165,11 +165,11 @@ async def test_a_schema_that_looks_like_usage_pays_for_nothing(order: str) -> No
             b'event: response.%b\ndata: {"response":{%b,"usage":null},"type":"response.%b"}\n\n' % (kind, lie, kind)
         )
     attack.feed(*[b'event: response.output_text.delta\ndata: {"delta":" x"}\n\n'] * 3)
-    assert attack.reader.charged_tokens(100_000, 200) == 100_005, "the client has left"
+    assert (attack.reader.is_known(200), attack.reader.used_tokens(100_000)) == (True, 100_005), "the client has left"
     said = b'"usage":{"input_tokens":90000,"output_tokens":700}'
     parts = [lie, said] if order == "before" else [said, lie]
     attack.feed(b'event: response.completed\ndata: {"response":{%b}}\n\n' % b",".join(parts))
-    assert attack.reader.charged_tokens(100_000, 200) == 90_700
+    assert (attack.reader.is_known(200), attack.reader.used_tokens(100_000)) == (True, 90_700)
 
 
 async def test_a_schema_that_looks_like_usage_is_no_cache_hit() -> None:
