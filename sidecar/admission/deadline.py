@@ -37,21 +37,24 @@ def asked_deadline_us(raw: bytes, now_us: int) -> int:
     return now_us + round(left_s * 1e6)
 
 
+def bounded_deadline_us(policy: Policy, level: int, asked_us: int, from_us: int) -> int | None:
+    """The deadline that counts in a tier: at most its `max_deadline` after `from_us`. None where it takes none."""
+    most_s = policy.tiers[level].queue.max_deadline_s
+    return None if most_s is None else min(asked_us, from_us + round(most_s * 1e6))
+
+
 def latest_deadline_us(policy: Policy, level: int, asked_us: int, arrived_us: int) -> int:
-    """The deadline that counts in a tier: at most as late as its `max_deadline`. Raises InvalidHeader without one."""
-    if (most_s := policy.tiers[level].queue.max_deadline_s) is None:
+    """The deadline that counts for a request which came at `arrived_us`. Raises InvalidHeader where its tier has none.
+
+    See `bounded_deadline_us`.
+    """
+    if (found := bounded_deadline_us(policy, level, asked_us, arrived_us)) is None:
         those = ", ".join(tier.name for tier in policy.tiers if tier.queue.max_deadline_s is not None) or "none here"
         tier = f"tier {policy.tiers[level].name} takes no request with a deadline"
         raise InvalidHeader(
             f"{DEADLINE_HEADER.decode()}: {tier}; those with `queue: {{max_deadline: ...}}` do: {those}"
         )
-    return min(asked_us, arrived_us + round(most_s * 1e6))
-
-
-def lower_deadline_us(policy: Policy, level: int, deadline_us: int, now_us: int) -> int | None:
-    """The deadline of a request that its tenant's limits moved down to a tier; None where that takes none."""
-    most_s = policy.tiers[level].queue.max_deadline_s
-    return None if most_s is None else min(deadline_us, now_us + round(most_s * 1e6))
+    return found
 
 
 class RisingWait:

@@ -218,9 +218,9 @@ class Turn(msgspec.Struct, eq=False):
         """The request is charged in another tier than it asked for, and waits for as long as that lets it."""
         self.request = request = self.request.charged(level)
         if request.deadline_us is not None:
-            from sidecar.admission.deadline import lower_deadline_us
+            from sidecar.admission.deadline import bounded_deadline_us
 
-            until_us = lower_deadline_us(self._policy, level, request.deadline_us, self._pool.now_us())
+            until_us = bounded_deadline_us(self._policy, level, request.deadline_us, self._pool.now_us())
             self.request = replace(request, deadline_us=until_us)
 
     def settle(self, used_tokens: int | None = None, is_counted: bool = True) -> None:
