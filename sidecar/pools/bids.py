@@ -358,7 +358,7 @@ class Bids:
         self._size_now(ticket)
         tier.queue.show(ticket)
         if ticket.user is not None and not ticket.has_returned:
-            self._shift(tier, ticket.tenant, ticket.lane_place, ticket.tokens / ticket.weight)
+            self._shift(tier, ticket.tenant, ticket.lane_place, ticket.charged / ticket.weight)
         self._made += 1
         self._bids[ticket.id] = self._made
         if not ticket.has_returned:

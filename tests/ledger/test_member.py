@@ -63,6 +63,10 @@ def test_in_the_process_it_gives_the_same_with_four_bids() -> None:
     assert [found for program in programs(range(16)) if (found := first_difference(program, 4, member.Member))] == []
 
 
+def test_what_is_shown_of_a_tenant_with_users_counts_by_its_cost_for_what_comes_after_it() -> None:
+    assert first_difference(random_program(483, several=True, by_gain=True), 4) is None
+
+
 @settings(max_examples=examples(20))
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, by_gain: bool) -> None:
