@@ -403,7 +403,7 @@ def _end_of_wait(watch: EngineHealth, pool: Pool, tier: Tier, end: TurnEnded) ->
         return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
     if end.cause is EndCause.DEADLINE:
         why = f"no room came free for tier {tier.name}" if watch.is_usable else "no engine answered"
-        return DeadlinePassed(f"{why} before the deadline of the request")
+        return DeadlinePassed(f"{why} before the deadline of the request; send it again with a later one")
     if not watch.is_usable:
         return no_engine(watch)
     assert end.most_s is not None

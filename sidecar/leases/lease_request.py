@@ -52,6 +52,8 @@ class LeaseRequest(NamedTuple):
             raise ValueError(f"model: {self.model!r} is no name; write a text, or None")
         tenant, source = self._tenant(policy), TierSource.KEY if self.tier is None else Fallback.LEASE
         level = self._level(policy, tenant)
+        if tenant.models is not None and not (self.model and tenant.may_use(self.model)):
+            raise ValueError(f"model: tenant {tenant.name} may not use {self.model!r}; {_one_of(tenant.models)}")
         request = SizedRequest(
             headers={},
             payload=Payload(self.model, stream=False),

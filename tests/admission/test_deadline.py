@@ -359,7 +359,7 @@ async def test_a_refusal_says_whether_room_or_an_engine_was_missing() -> None:
         ):
             watch.state = state
             refusal = refusal_for(watch, world.pool, world.policy, end, level=BATCH)  # type: ignore[arg-type]
-            assert refusal.message == f"{why} before the deadline of the request"
+            assert refusal.message == f"{why} before the deadline of the request; send it again with a later one"
 
 
 # -- seen from outside, in virtual time

@@ -96,12 +96,21 @@ def hurried(policy: Path) -> Admission:
     return AdmissionMiddleware(nothing, policy).admission
 
 
-@pytest.fixture
-def limited(policy: Path) -> Admission:
-    limits = "limits: {tokens_per_minute: 100}"
-    (policy.parent / "acme.yaml").write_text(f'tenant: acme\nkeys: ["sha256:{"0" * 64}"]\ntier: high\n{limits}\n')
+def with_tenant(policy: Path, key: str) -> Admission:
+    acme = f'tenant: acme\nkeys: ["sha256:{"0" * 64}"]\ntier: high\n{key}\n'
+    (policy.parent / "acme.yaml").write_text(acme)
     policy.write_text(POLICY + "tenants: acme.yaml\n")
     return AdmissionMiddleware(nothing, policy).admission
+
+
+@pytest.fixture
+def limited(policy: Path) -> Admission:
+    return with_tenant(policy, "limits: {tokens_per_minute: 100}")
+
+
+@pytest.fixture
+def bounded(policy: Path) -> Admission:
+    return with_tenant(policy, "models: [small, llama-*]")
 
 
 def held(admission: Admission) -> tuple[int, int]:
@@ -193,6 +202,13 @@ class TestOnePool:
     ) -> None:
         with pytest.raises(ValueError, match=said):
             admission.lease(**asked)
+
+    async def test_a_tenant_with_models_has_leases_for_those_alone(self, bounded: Admission) -> None:
+        for model in (None, "large"):
+            with pytest.raises(ValueError, match=f"model: tenant acme may not use {model!r}; write one of small, lla"):
+                bounded.lease(tokens=1, tenant="acme", model=model)
+        async with bounded.lease(tokens=1, tenant="acme", model="llama-3"):
+            assert held(bounded) == (1, 1)
 
     async def test_a_lease_can_be_used_for_one_block(self, admission: Admission) -> None:
         block = admission.lease(tokens=1)
