@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sidecar.pools import ledger, member
@@ -216,6 +216,7 @@ def _difference_of_the_fast_path(program: dict[str, Any], luck: random.Random) -
 
 
 @settings(max_examples=examples(20))
+@example(171, True, False)
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_who_enters_without_a_call_enters_as_with_one(seed: int, several: bool, by_gain: bool) -> None:
     program = random_program(seed, several=several, by_gain=by_gain)
