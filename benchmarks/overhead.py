@@ -20,10 +20,8 @@ from pathlib import Path
 
 from benchmarks.load import Burst, burst, exchange, get, post
 from benchmarks.servers import Server, started
-from benchmarks.streams import StreamTimes, streams
 
 CONNECTIONS = 8
-STREAMS = 32
 MOUNTED = {
     "plain": "(a) the app alone",
     "base_http": "(b) + a do-nothing BaseHTTPMiddleware",
@@ -110,17 +108,6 @@ def print_costs(title: str, labels: Mapping[str, str], measured: Mapping[str, Co
         print(f"{label:52} {cost.cpu_us:8.0f} {added} {cost.per_second:8.0f} {cost.p50_ms:8.2f} {cost.p99_ms:8.2f}")
 
 
-def print_streams(measured: Mapping[str, StreamTimes]) -> None:
-    """A table of how streams came through."""
-    print(f"\n{STREAMS} streams at once, 64 chunks each, 10 ms apart")
-    print(f"{'':52} {'TTFT p50':>9} {'TTFT p99':>9} {'gap p99':>9} {'flushes':>8}")
-    for name, label in PROXIED.items():
-        times = measured[name]
-        print(
-            f"{label:52} {times.ttft_p50_ms:9.1f} {times.ttft_p99_ms:9.1f} {times.gap_p99_ms:9.1f} {times.flushes:8.1f}"
-        )
-
-
 def verdicts(mounted: Mapping[str, Cost]) -> dict[str, float]:
     """The ratios that were asked for."""
     rounds = range(len(mounted["plain"].rounds_us))
@@ -157,16 +144,12 @@ async def run(rounds: int, requests: int) -> dict[str, object]:
     for name, ratio in ratios.items():
         print(f"{ratio:8.2f}  {name}")
     with started(["plain"]) as upstream, started(["proxy", "proxy_admission"], upstream["plain"].port) as proxies:
-        servers = {**upstream, **proxies}
-        proxied = await costs(servers, rounds, requests)
-        streamed = {name: await streams(server.port, STREAMS, HEADERS) for name, server in servers.items()}
+        proxied = await costs({**upstream, **proxies}, rounds, requests)
     print_costs("Reverse proxy: CPU of the proxy's process alone, and what is added to the engine's", PROXIED, proxied)
-    print_streams(streamed)
     return {
         "mounted": {name: asdict(cost) for name, cost in mounted.items()},
         "ratios": ratios,
         "proxied": {name: asdict(cost) for name, cost in proxied.items()},
-        "streams": {name: asdict(times) for name, times in streamed.items()},
     }
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from benchmarks.load import post
 from benchmarks.overhead import BODY, CONNECTIONS, HEADERS, cpu_s
 from benchmarks.servers import Server, started
-from benchmarks.telemetry_parts import parts
 
 WARM_UP = 1000
 SERVERS = {
@@ -171,10 +170,6 @@ async def run(rounds: int, requests: int) -> tuple[Mapping[str, object], bool]:
         print(f"{table(load, measured, SERVERS)}\n\n{text}\n", flush=True)
         is_good = is_good and is_reached
         results[load.title] = {"figures": found, "rounds_us": measured}
-    print("Where it goes, each alone and warm, microseconds")
-    results["parts_us"] = found_parts = parts()
-    for name, part_us in found_parts.items():
-        print(f"{part_us:8.1f}  {name}")
     return results, is_good
 
 

@@ -34,7 +34,6 @@ from benchmarks.instructions.counters import call
 from benchmarks.overhead import BODY, HEADERS
 from benchmarks.overhead_apps import CHUNK, DoNothing, Nowhere, bare
 from sidecar import AdmissionMiddleware
-from sidecar.policy.choices import Order
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.tier import ServiceObjectives
@@ -189,7 +188,7 @@ async def pool_cycles(policy: Policy, count: int) -> None:
 
 async def decisions(count: int) -> None:
     """Counts the end of a lease, the admission of one that waits and the entry of another, with 1,000 waiting."""
-    crowd = Crowd(WAITING, LEASES, TENANTS, Order.LEVEL)
+    crowd = Crowd(WAITING, LEASES, TENANTS)
     await crowd.fill()
 
     async def cycles(repetitions: int) -> None:
