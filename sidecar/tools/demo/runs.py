@@ -116,22 +116,16 @@ def play_run(
     report: Callable[[float, Progress], None],
 ) -> RunMeasurement:
     """Plays the arrivals at one place and measures what happened."""
-    stalled_s = 0.0
-
-    def watch(elapsed_s: float, progress: Progress) -> None:
-        nonlocal stalled_s
-        stalled_s = progress.stalled_s
-        report(elapsed_s, progress)
-
+    progress = Progress()
     asking, urls = run.asking(policy), [f"http://127.0.0.1:{port}" for port in place.sidecars]
     requests = [planned(arrival, asking) for arrival in arrivals]
-    seen = asyncio.run(play(urls, requests, timeout_s=ANSWER_WITHIN_S, report=watch))
+    seen = asyncio.run(play(urls, requests, timeout_s=ANSWER_WITHIN_S, report=report, progress=progress))
     log = msgspec.convert(read_json(place.engine, LOG_PATH), list[ServedGeneration])
     measured = measure(run.name, [tier.name for tier in policy.tiers], arrivals, seen, log, slots=slots(policy))
     answered = Counter(one.url_index for one in seen if one.is_complete)
     replicas = len(place.sidecars) if run.has_admission else 0
     by_replica = [answered[index] for index in range(replicas)]
-    return replace(measured, stalled_s=stalled_s, replicas=replicas, answered_by_replica=by_replica)
+    return replace(measured, stalled_s=progress.stalled_s, replicas=replicas, answered_by_replica=by_replica)
 
 
 @dataclass(frozen=True, slots=True)

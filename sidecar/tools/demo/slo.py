@@ -100,16 +100,12 @@ def play_run(
     name: str, port: int, coming: Sequence[Arrival], seconds: float, report: Callable[[float, Progress], None]
 ) -> SloMeasurement:
     """Plays the arrivals at one server, and measures what people saw of it."""
-    stalled_s = 0.0
-
-    def watch(elapsed_s: float, progress: Progress) -> None:
-        nonlocal stalled_s
-        stalled_s = progress.stalled_s
-        report(elapsed_s, progress)
-
+    progress = Progress()
     requests = [planned(arrival, _asking) for arrival in coming]
-    seen = asyncio.run(play([f"http://127.0.0.1:{port}"], requests, timeout_s=seconds, report=watch))
-    return measure(name, coming, seen, seconds, stalled_s)
+    seen = asyncio.run(
+        play([f"http://127.0.0.1:{port}"], requests, timeout_s=seconds, report=report, progress=progress)
+    )
+    return measure(name, coming, seen, seconds, progress.stalled_s)
 
 
 def measure(
