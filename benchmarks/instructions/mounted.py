@@ -19,9 +19,6 @@ from opentelemetry import metrics, trace
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import (
-    MetricExporter,
-    MetricExportResult,
-    MetricsData,
     PeriodicExportingMetricReader,
 )
 from opentelemetry.sdk.trace import TracerProvider
@@ -32,7 +29,7 @@ from benchmarks.crowd import Crowd
 from benchmarks.instructions import marks
 from benchmarks.instructions.counters import call
 from benchmarks.overhead import BODY, HEADERS
-from benchmarks.overhead_apps import CHUNK, DoNothing, Nowhere, bare
+from benchmarks.overhead_apps import CHUNK, DoNothing, Nowhere, NowhereMetrics, bare
 from sidecar import AdmissionMiddleware
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
@@ -141,21 +138,6 @@ async def _chunks(count: int, send: Send) -> None:
     for _ in range(count):
         await asyncio.sleep(0)  # an engine's app yields to the event loop before each chunk
         await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
-
-
-class NowhereMetrics(MetricExporter):
-    """A metrics exporter that drops its input."""
-
-    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **_: object) -> MetricExportResult:  # noqa: ARG002  # the SDK's signature
-        """Succeeds."""
-        return MetricExportResult.SUCCESS
-
-    def force_flush(self, timeout_millis: float = 10_000) -> bool:  # noqa: ARG002  # the SDK's signature
-        """Has nothing to send."""
-        return True
-
-    def shutdown(self, timeout_millis: float = 30_000, **_: object) -> None:
-        """Has nothing to close."""
 
 
 def install_sdk() -> None:

@@ -15,7 +15,7 @@ from benchmarks.fleet import engines as emulated
 from benchmarks.fleet.engines import EngineFigures
 from benchmarks.fleet.load import load, tokens_of
 from benchmarks.fleet.runs import Figures, Run, through, work_of
-from benchmarks.fleet.scenarios import SCENARIOS, cost, killed, rolling, storm
+from benchmarks.fleet.scenarios import SCENARIOS, killed, rolling, storm
 from benchmarks.fleet.setting import Setting
 from benchmarks.fleet.verdict import Verdict, summary
 from sidecar.tools.loadgen import Planned, Seen
@@ -175,12 +175,6 @@ def test_an_answer_that_says_it_is_complete_and_is_too_short_was_cut() -> None:
     assert not rolling.is_cut(seen(0.1))
     assert rolling.is_cut(replace(seen(0.1), output_tokens=2))
     assert not rolling.is_cut(replace(seen(None, error="502"), output_tokens=0))
-
-
-def test_the_cost_of_sixteen_engines_is_judged() -> None:
-    assert [verdict.is_met for verdict in cost.judge({0: 100.0, 1: 100.0, 16: 129.0})] == [True, True]
-    assert [verdict.is_met for verdict in cost.judge({0: 90.0, 1: 100.0, 16: 129.0})] == [True, False]
-    assert [verdict.is_met for verdict in cost.judge({0: 100.0, 1: 90.0, 16: 129.0})] == [False, True]
 
 
 def test_a_run_through_real_processes_counts_the_same_hits_as_its_engines(setting: Setting) -> None:
