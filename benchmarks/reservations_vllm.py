@@ -194,7 +194,6 @@ class Figures:
     preemptions_before: int
     raised: int
     quantile: float | None
-    window_s: float
     prompt: float
     lengths: int
     failed: int
@@ -223,7 +222,6 @@ def measure(load: Load, before: Sample, log: str) -> Figures:
         preemptions_before=first.preempted - before.preempted,
         raised=len(re.findall(r"the engine preempted \d+ requests", log)),
         quantile=float(steps[-1]) if steps else None,
-        window_s=last.at_s - first.at_s,
         prompt=statistics.fmean(one.prompt_tokens for one in done),
         lengths=sum(one.output_tokens for one in done),
         failed=len(load.answered) - len(done),
