@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
@@ -47,16 +48,20 @@ async def run_replicas(replicas: Sequence[Replica]) -> int:
     running: dict[Process, Replica] = {}
     ended_by: list[signal.Signals] = []
 
+    def pass_on() -> None:
+        for process in running if ended_by else ():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                process.send_signal(signal.SIGKILL if ended_by[-1] is signal.SIGINT else ended_by[-1])
+
     def end(number: signal.Signals) -> None:
         ended_by.append(number)
-        for process in running:
-            process.send_signal(signal.SIGKILL if number is signal.SIGINT else number)
+        pass_on()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, end, number)
     for replica in replicas:
-        if not ended_by:
-            running[await _start(replica)] = replica
+        running[await _start(replica)] = replica
+    pass_on()  # to those that were started meanwhile
 
     async def follow(process: Process, replica: Replica) -> None:
         code = await process.wait()
