@@ -235,24 +235,20 @@ async def figures_of(engine: Engine, row: Row, slo: Objectives, arguments: argpa
     """Runs one row. Afterwards the engine is idle."""
     planned = arrivals(arguments.rate, arguments.seconds)
     before = arrivals(arguments.rate, GUARD_WARM_UP_S if row.is_guarded else WARM_UP_S)
-    stalls: list[float] = []
-
-    def report(_: float, progress: Progress) -> None:
-        stalls.append(progress.stalled_s)
-
+    progress = Progress()
     with served(engine.url, row, slo) as url:
         batch = Batch(url, row.clients)
         async with batch.running():
             await play([url], before, timeout_s=ANSWER_WITHIN_S)
             machine = Machine.now(engine.process.pid)
             watching = asyncio.ensure_future(_watch(engine.url))
-            seen = await play([url], planned, timeout_s=ANSWER_WITHIN_S, report=report)
+            seen = await play([url], planned, timeout_s=ANSWER_WITHIN_S, progress=progress)
             watching.cancel()
             samples = await watching
             later = Machine.now(engine.process.pid)
     await asyncio.to_thread(_until_idle, engine.url)
     waited = (later.waited_s - machine.waited_s) / (later.at_s - machine.at_s)
-    return replace(measure(seen, samples, batch.failed, slo), stalled_ms=1000 * max(stalls), without_core=waited)
+    return replace(measure(seen, samples, batch.failed, slo), stalled_ms=1000 * progress.stalled_s, without_core=waited)
 
 
 def _until_idle(engine: str) -> None:

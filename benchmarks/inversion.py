@@ -98,13 +98,14 @@ def request(tier: str, at_s: float, tokens: int, *, stream: bool) -> Planned:
 
 async def played(runs: Mapping[str, tuple[str, Sequence[Planned]]]) -> tuple[dict[str, list[Seen]], float]:
     """Plays all runs at the same time; and the longest time for which this process itself stood still."""
-    stalls: list[float] = []
-
-    def watch(_: float, progress: Progress) -> None:
-        stalls.append(progress.stalled_s)
-
-    seen = await asyncio.gather(*(play([url], plan, timeout_s=TIMEOUT_S, report=watch) for url, plan in runs.values()))
-    return dict(zip(runs, seen, strict=True)), max(stalls)
+    progress = [Progress() for _ in runs]
+    seen = await asyncio.gather(
+        *(
+            play([url], plan, timeout_s=TIMEOUT_S, progress=own)
+            for (url, plan), own in zip(runs.values(), progress, strict=True)
+        )
+    )
+    return dict(zip(runs, seen, strict=True)), max(own.stalled_s for own in progress)
 
 
 # Part 1

@@ -1,4 +1,4 @@
-"""What admission costs a request: CPU time, throughput and latency, mounted and as a reverse proxy.
+"""What admission costs a request where it is mounted: CPU time.
 
     python -m benchmarks.overhead [--json FILE] [--rounds 25] [--requests 500]
 
@@ -14,28 +14,21 @@ import asyncio
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.load import Burst, burst, exchange, get, post
+from benchmarks.load import burst, exchange, get, post
 from benchmarks.servers import Server, started
-from benchmarks.streams import StreamTimes, streams
 
-CONNECTIONS = 8
-STREAMS = 32
+CONNECTIONS, WARM_UP = 8, 1000
+Rounds = Mapping[str, Sequence[float]]
+"""Each server's CPU microseconds a request, round by round."""
 MOUNTED = {
     "plain": "(a) the app alone",
     "base_http": "(b) + a do-nothing BaseHTTPMiddleware",
     "admission": "(c) + admission, no SDK",
     "admission_traced": "(d) + admission, every span recorded",
     "contributed": "(e) + contributed OpenTelemetry ASGI, as it comes",
-    "contributed_lean": "(f) the same, without spans per message",
-}
-PROXIED = {
-    "plain": "the engine itself",
-    "proxy": "our reverse proxy",
-    "proxy_admission": "our reverse proxy with admission",
 }
 BODY = json.dumps(
     {
@@ -58,17 +51,6 @@ HEADERS = (
 REQUEST = post("/v1/chat/completions", BODY, HEADERS)
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """One server, medians of its rounds; `rounds_us` is each round's CPU microseconds a request."""
-
-    cpu_us: float
-    per_second: float
-    p50_ms: float
-    p99_ms: float
-    rounds_us: tuple[float, ...]
-
-
 async def cpu_s(port: int) -> float:
     """CPU seconds that a server's process has used."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -77,97 +59,56 @@ async def cpu_s(port: int) -> float:
     return float(body)
 
 
-async def costs(servers: Mapping[str, Server], rounds: int, requests: int) -> dict[str, Cost]:
+async def rounds_of(servers: Mapping[str, Server], request: bytes, rounds: int, requests: int) -> Rounds:
     """Measures all servers, in turns."""
     for server in servers.values():  # connections, caches and the adaptive interpreter warm up unmeasured
-        await burst(server.port, REQUEST, requests=1000, connections=CONNECTIONS)
-    seen: dict[str, list[tuple[float, Burst]]] = {name: [] for name in servers}
-    for _ in range(rounds):
-        for name, server in servers.items():
-            before = await cpu_s(server.port)
-            measured = await burst(server.port, REQUEST, requests=requests, connections=CONNECTIONS)
-            seen[name].append(((await cpu_s(server.port) - before) / requests * 1e6, measured))
-    return {name: _cost(measurements) for name, measurements in seen.items()}
+        await burst(server.port, request, requests=WARM_UP, connections=CONNECTIONS)
+    seen: dict[str, list[float]] = {name: [] for name in servers}
+    for turn in range(rounds):
+        order = list(servers.items())
+        for name, server in order if turn % 2 == 0 else reversed(order):  # a drift of the machine cancels out
+            before_s = await cpu_s(server.port)
+            await burst(server.port, request, requests=requests, connections=CONNECTIONS)
+            seen[name].append((await cpu_s(server.port) - before_s) / requests * 1e6)
+    return seen
 
 
-def _cost(measurements: Sequence[tuple[float, Burst]]) -> Cost:
-    return Cost(
-        cpu_us=statistics.median(cpu_us for cpu_us, _ in measurements),
-        per_second=statistics.median(measured.per_second for _, measured in measurements),
-        p50_ms=statistics.median(measured.percentile_s(0.5) for _, measured in measurements) * 1000,
-        p99_ms=statistics.median(measured.percentile_s(0.99) for _, measured in measurements) * 1000,
-        rounds_us=tuple(cpu_us for cpu_us, _ in measurements),
-    )
-
-
-def print_costs(title: str, labels: Mapping[str, str], measured: Mapping[str, Cost]) -> None:
-    """A table of servers; what each adds is compared with the first."""
-    base = measured["plain"]
-    print(f"\n{title}\n{'':52} {'CPU us':>8} {'added':>8} {'req/s':>8} {'p50 ms':>8} {'p99 ms':>8}")
+def table(title: str, measured: Rounds, labels: Mapping[str, str], without: Mapping[str, str]) -> str:
+    """Each server's CPU, and what is added to that of the server `without` it: medians of the rounds."""
+    lines = [f"{title}: CPU microseconds a request", f"{'':56} {'CPU us':>8} {'added':>8}"]
     for name, label in labels.items():
-        cost = measured[name]
-        added = f"{cost.cpu_us - base.cpu_us:8.0f}" if name != "plain" else " " * 8
-        print(f"{label:52} {cost.cpu_us:8.0f} {added} {cost.per_second:8.0f} {cost.p50_ms:8.2f} {cost.p99_ms:8.2f}")
+        added = f"{statistics.median(added_us(measured, name, without[name])):8.0f}" if name in without else ""
+        lines.append(f"{label:56} {statistics.median(measured[name]):8.0f} {added}".rstrip())
+    return "\n".join(lines)
 
 
-def print_streams(measured: Mapping[str, StreamTimes]) -> None:
-    """A table of how streams came through."""
-    print(f"\n{STREAMS} streams at once, 64 chunks each, 10 ms apart")
-    print(f"{'':52} {'TTFT p50':>9} {'TTFT p99':>9} {'gap p99':>9} {'flushes':>8}")
-    for name, label in PROXIED.items():
-        times = measured[name]
-        print(
-            f"{label:52} {times.ttft_p50_ms:9.1f} {times.ttft_p99_ms:9.1f} {times.gap_p99_ms:9.1f} {times.flushes:8.1f}"
-        )
+def added_us(measured: Rounds, name: str, without: str) -> Sequence[float]:
+    """What a server takes more than another, round by round."""
+    return [one - other for one, other in zip(measured[name], measured[without], strict=True)]
 
 
-def verdicts(mounted: Mapping[str, Cost]) -> dict[str, float]:
-    """The ratios that were asked for."""
-    rounds = range(len(mounted["plain"].rounds_us))
-
-    def added(name: str, turn: int) -> float:
-        return mounted[name].rounds_us[turn] - mounted["plain"].rounds_us[turn]
-
-    def ratio(part: Callable[[int], float], whole: str) -> float:
-        return statistics.median(part(turn) / added(whole, turn) for turn in rounds)
-
-    return {
-        "(c) / (b): admission against a do-nothing BaseHTTPMiddleware; at most 0.4": ratio(
-            lambda turn: added("admission", turn), "base_http"
-        ),
-        "(d) / (e): admission and its spans against the contributed instrumentation; below 1": ratio(
-            lambda turn: added("admission_traced", turn), "contributed"
-        ),
-        "(d) / (f): the same against the contributed one without spans per message": ratio(
-            lambda turn: added("admission_traced", turn), "contributed_lean"
-        ),
-        "(d - c) / (f): our spans alone against that": ratio(
-            lambda turn: added("admission_traced", turn) - added("admission", turn), "contributed_lean"
-        ),
-    }
+def ratio(measured: Rounds, name: str, other: str) -> float:
+    """What one adds to the app alone, to what another adds."""
+    pairs = zip(added_us(measured, name, "plain"), added_us(measured, other, "plain"), strict=True)
+    return statistics.median(part / whole for part, whole in pairs)
 
 
 async def run(rounds: int, requests: int) -> dict[str, object]:
     """Runs everything, prints it, and returns the figures."""
     with started(list(MOUNTED)) as servers:
-        mounted = await costs(servers, rounds, requests)
-    print_costs("Mounted: CPU microseconds a request, and what is added to the app alone", MOUNTED, mounted)
-    print()
-    ratios = verdicts(mounted)
-    for name, ratio in ratios.items():
-        print(f"{ratio:8.2f}  {name}")
-    with started(["plain"]) as upstream, started(["proxy", "proxy_admission"], upstream["plain"].port) as proxies:
-        servers = {**upstream, **proxies}
-        proxied = await costs(servers, rounds, requests)
-        streamed = {name: await streams(server.port, STREAMS, HEADERS) for name, server in servers.items()}
-    print_costs("Reverse proxy: CPU of the proxy's process alone, and what is added to the engine's", PROXIED, proxied)
-    print_streams(streamed)
-    return {
-        "mounted": {name: asdict(cost) for name, cost in mounted.items()},
-        "ratios": ratios,
-        "proxied": {name: asdict(cost) for name, cost in proxied.items()},
-        "streams": {name: asdict(times) for name, times in streamed.items()},
+        measured = await rounds_of(servers, REQUEST, rounds, requests)
+    print(table("Mounted", measured, MOUNTED, dict.fromkeys([*MOUNTED][1:], "plain")) + "\n")
+    ratios = {
+        "(c) / (b): admission against a do-nothing BaseHTTPMiddleware; at most 0.4": ("admission", "base_http"),
+        "(d) / (e): admission and its spans against the contributed instrumentation; below 1": (
+            "admission_traced",
+            "contributed",
+        ),
     }
+    found = {name: ratio(measured, *pair) for name, pair in ratios.items()}
+    for name, figure in found.items():
+        print(f"{figure:8.2f}  {name}")
+    return {"rounds_us": measured, "ratios": found}
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from opentelemetry import trace
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -18,7 +19,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
-from sidecar.proxy.proxy import ReverseProxy
 
 ANSWER = json.dumps(
     {
@@ -102,20 +102,25 @@ class Nowhere(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
+class NowhereMetrics(MetricExporter):
+    """Takes metrics and forgets them."""
+
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **_: object) -> MetricExportResult:  # noqa: ARG002  # the SDK's signature
+        """Succeeds."""
+        return MetricExportResult.SUCCESS
+
+    def force_flush(self, timeout_millis: float = 10_000) -> bool:  # noqa: ARG002  # the SDK's signature
+        """Has nothing left to send."""
+        return True
+
+    def shutdown(self, timeout_millis: float = 30_000, **_: object) -> None:
+        """Has nothing to close."""
+
+
 def _record_spans() -> None:
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(Nowhere()))
     trace.set_tracer_provider(provider)
-
-
-def _with_cpu(app: ASGIApp) -> ASGIApp:
-    """A server whose app is elsewhere answers `/cpu` itself."""
-
-    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
-        is_own = scope["type"] == "http" and scope["path"] == "/cpu"
-        await (bare if is_own else app)(scope, receive, send)
-
-    return answering
 
 
 def plain() -> ASGIApp:
@@ -143,19 +148,3 @@ def contributed() -> ASGIApp:
     """(e) With the contributed OpenTelemetry ASGI instrumentation alone, as it comes."""
     _record_spans()
     return OpenTelemetryMiddleware(bare)
-
-
-def contributed_lean() -> ASGIApp:
-    """(f) The same with its spans per message left out."""
-    _record_spans()
-    return OpenTelemetryMiddleware(bare, exclude_spans=["receive", "send"])
-
-
-def proxy() -> ASGIApp:
-    """Our reverse proxy in front of `UPSTREAM`, without admission."""
-    return _with_cpu(ReverseProxy(os.environ["UPSTREAM"]))
-
-
-def proxy_admission() -> ASGIApp:
-    """Our reverse proxy in front of `UPSTREAM`, with admission: what `sidecar serve` runs."""
-    return _with_cpu(AdmissionMiddleware(ReverseProxy(os.environ["UPSTREAM"]), os.environ["SIDECAR_POLICY"]))

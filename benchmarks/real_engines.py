@@ -16,7 +16,6 @@ import json
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import command
 from sidecar.tools.loadgen.client import Planned, Seen, play
 from sidecar.tools.loadgen.statistics import quantile, spearman
 from tests.real.lab import Engine, dynamo, vllm
@@ -131,13 +131,11 @@ MIDDLEWARE = ("sidecar.AdmissionMiddleware",)
 @contextlib.contextmanager
 def proxy(upstream: str, policy: Path) -> Iterator[str]:
     """`sidecar serve` before an engine; its address."""
-    line = [sys.executable, "-m", "sidecar.cli", "serve", "--upstream", upstream, "--policy", str(policy)]
-    with subprocess.Popen([*line, "--port", "0", "--admin-port", "0"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().split()[-1]
-        finally:
-            process.terminate()
+    with command("serve", "--upstream", upstream, "--policy", str(policy), "--port", "0", "--admin-port", "0") as (
+        url,
+        _,
+    ):
+        yield url
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ import platform
 import random
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.one_request import ask
+from benchmarks.processes import addresses, start
 from benchmarks.real_engines import version_of
 from sidecar.engines.pages import Metrics
 from sidecar.tools.loadgen.connection import Target
@@ -194,7 +194,6 @@ class Figures:
     preemptions_before: int
     raised: int
     quantile: float | None
-    window_s: float
     prompt: float
     lengths: int
     failed: int
@@ -223,7 +222,6 @@ def measure(load: Load, before: Sample, log: str) -> Figures:
         preemptions_before=first.preempted - before.preempted,
         raised=len(re.findall(r"the engine preempted \d+ requests", log)),
         quantile=float(steps[-1]) if steps else None,
-        window_s=last.at_s - first.at_s,
         prompt=statistics.fmean(one.prompt_tokens for one in done),
         lengths=sum(one.output_tokens for one in done),
         failed=len(load.answered) - len(done),
@@ -243,16 +241,10 @@ def served(way: str, engine_url: str, folder: Path) -> Iterator[tuple[str, Path]
         return
     policy = folder / f"{way}.yaml"
     policy.write_text(POLICY.format(sequences=SEQUENCES, learn=way))
-    line = [sys.executable, "-m", "sidecar.cli", "serve", "--upstream", engine_url, "--policy", str(policy)]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            [*line, "--port", "0", "--admin-port", "0"], stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        assert process.stdout is not None
+    line = ("serve", "--upstream", engine_url, "--policy", str(policy), "--port", "0", "--admin-port", "0")
+    with log.open("w") as errors, start(*line, stderr=errors, SIDECAR_LOG_LEVEL="info") as process:
         try:
-            yield process.stdout.readline().split()[-1], log
+            yield addresses(process, 2)[0], log
         finally:
             process.terminate()
 

@@ -25,11 +25,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def started(
-    names: Sequence[str], upstream_port: int | None = None, apps: str = "overhead_apps"
-) -> Iterator[Mapping[str, Server]]:
-    """Runs factories of the module `apps` by name, and ends them. `upstream_port` is what the proxies stand before."""
-    servers = {name: _start(f"benchmarks.{apps}:{name}", upstream_port) for name in names}
+def started(names: Sequence[str], apps: str = "overhead_apps") -> Iterator[Mapping[str, Server]]:
+    """Runs factories of the module `apps` by name, and ends them."""
+    servers = {name: _start(f"benchmarks.{apps}:{name}") for name in names}
     try:
         for server in servers.values():
             _wait_for(server.port)
@@ -41,17 +39,13 @@ def started(
             server.process.wait()
 
 
-def _start(factory: str, upstream_port: int | None) -> Server:
+def _start(factory: str) -> Server:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "uvicorn", factory, "--factory", "--port", str(port)]
     command += ["--interface", "asgi3", "--loop", "uvloop", "--http", "httptools", "--no-access-log"]
     command += ["--log-level", "warning"]
-    environment = {
-        **os.environ,
-        "SIDECAR_POLICY": str(shipped_policies()),
-        "UPSTREAM": f"http://127.0.0.1:{upstream_port}",
-    }
+    environment = {**os.environ, "SIDECAR_POLICY": str(shipped_policies())}
     return Server(port, subprocess.Popen(command, env=environment))
 
 

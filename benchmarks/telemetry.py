@@ -20,36 +20,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.load import post
-from benchmarks.overhead import BODY, CONNECTIONS, HEADERS, cpu_s
-from benchmarks.servers import Server, started
-from benchmarks.telemetry_parts import parts
+from benchmarks.overhead import BODY, HEADERS, Rounds, added_us, rounds_of, table
+from benchmarks.servers import started
 
-WARM_UP = 1000
 SERVERS = {
     "plain": "the app alone",
     "contributed": "+ contributed instrumentation, no spans per message",
-    "contributed_metrics": "+ the same with its metrics",
     "admission": "the app with admission, unobserved",
     "everything": "+ all our telemetry, 100% sampled",
-    "spans_alone": "+ the same without metrics",
     "sampled_out": "+ all our telemetry, 0% sampled",
-    "metrics_alone": "+ the same without tracing",
 }
 WITHOUT = {
     "contributed": "plain",
-    "contributed_metrics": "plain",
     "everything": "admission",
-    "spans_alone": "admission",
     "sampled_out": "admission",
-    "metrics_alone": "admission",
 }
 """What each is an addition to."""
 MOST_SAMPLED_OUT_US = 25.0
 APP_ALONE_US = 56.0
 """What the app alone takes for a whole answer on the machine of that target."""
 MOST_OF_CONTRIBUTED = 1.0
-Rounds = Mapping[str, Sequence[float]]
-"""Each server's CPU microseconds a request, round by round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,74 +59,16 @@ def loads() -> Sequence[Load]:
     ]
 
 
-async def rounds_of(servers: Mapping[str, Server], load: Load, rounds: int, requests: int) -> Rounds:
-    """Measures all servers, in turns."""
-    for server in servers.values():  # connections, caches and the adaptive interpreter warm up unmeasured
-        await burst(server.port, load.request, WARM_UP)
-    seen: dict[str, list[float]] = {name: [] for name in servers}
-    for turn in range(rounds):
-        order = list(servers.items())
-        for name, server in order if turn % 2 == 0 else reversed(order):  # a drift of the machine cancels out
-            before_s = await cpu_s(server.port)
-            await burst(server.port, load.request, requests)
-            seen[name].append((await cpu_s(server.port) - before_s) / requests * 1e6)
-    return seen
-
-
-async def burst(port: int, request: bytes, requests: int) -> None:
-    """Sends `requests` in all, each connection one after the other. Raises RuntimeError for a status other than 200."""
-    remaining = requests
-
-    async def one_connection() -> None:
-        nonlocal remaining
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        while remaining > 0:
-            remaining -= 1
-            writer.write(request)
-            await _answer(reader)
-        writer.close()
-
-    await asyncio.gather(*(one_connection() for _ in range(CONNECTIONS)))
-
-
-async def _answer(reader: asyncio.StreamReader) -> None:
-    head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    if int(head[9:12]) != 200:
-        raise RuntimeError(f"not answered with 200: {head!r}")
-    _, _, length = head.partition(b"content-length:")
-    if length:
-        await reader.readexactly(int(length.split(b"\r\n")[0]))
-    else:
-        await reader.readuntil(b"\r\n0\r\n\r\n")
-
-
-def added_us(measured: Rounds, name: str) -> float:
+def added(measured: Rounds, name: str) -> float:
     """What it adds to the same server without telemetry."""
-    return statistics.median(
-        with_it - without for with_it, without in zip(measured[name], measured[WITHOUT[name]], strict=True)
-    )
-
-
-def ratio(measured: Rounds, name: str, other: str) -> float:
-    """What one adds, to what another adds."""
-    return added_us(measured, name) / added_us(measured, other)
-
-
-def table(load: Load, measured: Rounds, labels: Mapping[str, str]) -> str:
-    """Each server's CPU, and what is added."""
-    lines = [f"{load.title}: CPU microseconds a request", f"{'':56} {'CPU us':>8} {'added':>8}"]
-    for name, label in labels.items():
-        added = f"{added_us(measured, name):8.0f}" if name in WITHOUT else ""
-        lines.append(f"{label:56} {statistics.median(measured[name]):8.0f} {added}".rstrip())
-    return "\n".join(lines)
+    return statistics.median(added_us(measured, name, WITHOUT[name]))
 
 
 def figures(measured: Rounds, app_alone_us: float) -> Mapping[str, float]:
     """What was asked for, by name. The app alone took so long for a whole answer."""
-    sampled_out_us = added_us(measured, "sampled_out")
+    sampled_out_us = added(measured, "sampled_out")
     return {
-        "all our telemetry to contributed": ratio(measured, "everything", "contributed"),
-        "all our telemetry to contributed with metrics": ratio(measured, "everything", "contributed_metrics"),
+        "all our telemetry to contributed": added(measured, "everything") / added(measured, "contributed"),
         "sampled out, us": sampled_out_us,
         "sampled out, us at the target's speed": sampled_out_us * APP_ALONE_US / app_alone_us,
     }
@@ -144,11 +76,10 @@ def figures(measured: Rounds, app_alone_us: float) -> Mapping[str, float]:
 
 def verdict(found: Mapping[str, float]) -> tuple[str, bool]:
     """The figures beside their targets, and whether all are reached."""
-    bare, like, out_us, compared_us = found.values()
+    bare, out_us, compared_us = found.values()
     at_speed = f"{compared_us:.1f} where the app alone takes {APP_ALONE_US:.0f} for a whole answer"
     lines = [
         (f"{bare:8.2f}  all our telemetry to the contributed spans alone; at most 1", bare <= MOST_OF_CONTRIBUTED),
-        (f"{like:8.2f}  the same to the contributed spans and metrics", True),
         (
             f"{out_us:8.1f}  us added at 0% sampling with metrics on, {at_speed}; at most {MOST_SAMPLED_OUT_US:.0f}",
             compared_us <= MOST_SAMPLED_OUT_US,
@@ -164,17 +95,13 @@ async def run(rounds: int, requests: int) -> tuple[Mapping[str, object], bool]:
     is_good, app_alone_us = True, 0.0
     for load in loads():
         with started(list(SERVERS), apps="telemetry_apps") as servers:
-            measured = await rounds_of(servers, load, rounds, requests)
+            measured = await rounds_of(servers, load.request, rounds, requests)
         app_alone_us = app_alone_us or statistics.median(measured["plain"])  # whole answers come first
         found = figures(measured, app_alone_us)
         text, is_reached = verdict(found)
-        print(f"{table(load, measured, SERVERS)}\n\n{text}\n", flush=True)
+        print(f"{table(load.title, measured, SERVERS, WITHOUT)}\n\n{text}\n", flush=True)
         is_good = is_good and is_reached
         results[load.title] = {"figures": found, "rounds_us": measured}
-    print("Where it goes, each alone and warm, microseconds")
-    results["parts_us"] = found_parts = parts()
-    for name, part_us in found_parts.items():
-        print(f"{part_us:8.1f}  {name}")
     return results, is_good
 
 

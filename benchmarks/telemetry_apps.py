@@ -8,40 +8,18 @@ import os
 
 from opentelemetry import metrics, trace
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import (
-    MetricExporter,
-    MetricExportResult,
-    MetricsData,
-    PeriodicExportingMetricReader,
-)
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from benchmarks.overhead_apps import CHUNK, CHUNKS, Nowhere, bare
+from benchmarks.overhead_apps import CHUNK, CHUNKS, Nowhere, NowhereMetrics, bare
 from sidecar import AdmissionMiddleware
 from sidecar.telemetry.setup import meter_provider_for
 
 EXPORT_EVERY_MS = 5_000.0
 """Twelve times as often as the SDK's default, so that exports fall into every round."""
-
-
-class NowhereMetrics(MetricExporter):
-    """Takes metrics and forgets them."""
-
-    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **_: object) -> MetricExportResult:  # noqa: ARG002  # the SDK's signature
-        """Succeeds."""
-        return MetricExportResult.SUCCESS
-
-    def force_flush(self, timeout_millis: float = 10_000) -> bool:  # noqa: ARG002  # the SDK's signature
-        """Has nothing left to send."""
-        return True
-
-    def shutdown(self, timeout_millis: float = 30_000, **_: object) -> None:
-        """Has nothing to close."""
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,11 +60,6 @@ def _trace(sampler: Sampler) -> None:
     trace.set_tracer_provider(provider)
 
 
-def _measure() -> None:
-    reader = PeriodicExportingMetricReader(NowhereMetrics(), export_interval_millis=EXPORT_EVERY_MS)
-    metrics.set_meter_provider(MeterProvider([reader]))
-
-
 def _measure_as_we_do() -> None:
     """With the provider that `sidecar serve` sets up."""
     os.environ["OTEL_METRIC_EXPORT_INTERVAL"] = str(EXPORT_EVERY_MS)
@@ -102,12 +75,6 @@ def contributed() -> ASGIApp:
     """With the contributed instrumentation: a span for each request, none per message, no metrics."""
     _trace(ParentBased(ALWAYS_ON))
     return OpenTelemetryMiddleware(app, exclude_spans=["receive", "send"])
-
-
-def contributed_metrics() -> ASGIApp:
-    """The same with its metrics."""
-    _measure()
-    return contributed()
 
 
 def admission() -> ASGIApp:
@@ -128,18 +95,6 @@ def sampled_out() -> ASGIApp:
     """The same, but that no trace is sampled."""
     _trace(ParentBased(TraceIdRatioBased(0.0)))
     _measure_as_we_do()
-    return _middleware()
-
-
-def metrics_alone() -> ASGIApp:
-    """The same without tracing: metrics, journal, log."""
-    _measure_as_we_do()
-    return _middleware()
-
-
-def spans_alone() -> ASGIApp:
-    """Spans, and nobody else who listens but whom the proxy has anyway; no provider for metrics."""
-    _trace(ParentBased(ALWAYS_ON))
     return _middleware()
 
 

@@ -106,9 +106,9 @@ def _place(one: Running, several: Running, cores: Sequence[int], workers: int) -
 
 def _round(running: Running, requests: int) -> Round:
     before, store_before = _cpu_s(running.takers), _cpu_s(running.stores)
-    found = asyncio.run(burst(running.port, ASKED, requests=requests, connections=CONNECTIONS))
+    took_s = asyncio.run(burst(running.port, ASKED, requests=requests, connections=CONNECTIONS))
     used_s, store_s = _cpu_s(running.takers) - before, _cpu_s(running.stores) - store_before
-    return Round(found.per_second, used_s / requests * 1e6, store_s / requests * 1e6)
+    return Round(requests / took_s, used_s / requests * 1e6, store_s / requests * 1e6)
 
 
 def _report(rounds: Sequence[tuple[Round, Round]], workers: int, cores: Sequence[int], *, is_roomy: bool) -> int:

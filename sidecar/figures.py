@@ -31,13 +31,10 @@ before, and no call comes between reading and writing.
 class Over(Enum):
     """How the figures of several processes become one.
 
-    SUM: each has a part of its own. POOL: all report the same of the pool, and without its store each its part. ONCE:
-    all count the same. MOST and LEAST: the largest or the smallest counts.
+    SUM: each has a part of its own. MOST and LEAST: the largest or the smallest counts, where all report the same, too.
     """
 
     SUM = "sum"
-    POOL = "pool"
-    ONCE = "once"
     MOST = "most"
     LEAST = "least"
 

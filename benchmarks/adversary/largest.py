@@ -33,7 +33,6 @@ class Minute:
     use_before: float
     use_after: float
     high_waits_s: Sequence[float]
-    high_waits_before_s: Sequence[float]
     waited_s: float
 
 
@@ -88,7 +87,6 @@ def attack(policy: Policy, large: Request | None, seed: int) -> Minute:
         simulation.use.mean(us(BEFORE_S), us(COMES_S)),
         simulation.use.mean(us(COMES_S), us(AFTER_S)),
         simulation.waits_s(HIGH, us(COMES_S), us(AFTER_S)),
-        simulation.waits_s(HIGH, us(BEFORE_S), us(COMES_S)),
         large.waited_us(simulation.now_us) / us(1) if large is not None else 0.0,
     )
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from benchmarks.adversary.policies import BATCH, HIGH, LOW, NORMAL, preempting, shipped, with_tiers
 from benchmarks.adversary.report import Line, at_most
-from benchmarks.adversary.simulation import Decides, Request, Simulation, us
+from benchmarks.adversary.simulation import Request, Simulation, us
 from sidecar.policy.rules import PoolRules
 
 END_S, PREEMPTED_WITHIN_S = 600, 2.0
@@ -56,9 +56,9 @@ def preempted_after_s(rules: PoolRules, *, is_low_there: bool) -> float:
     return high.waited_us(simulation.now_us) / us(1)
 
 
-def capped(rules: PoolRules, scheduler: Decides | None = None) -> tuple[int, int]:
+def capped(rules: PoolRules) -> tuple[int, int]:
     """Admissions of both tiers in an hour in which one request runs at a time, and both always have some waiting."""
-    simulation = Simulation(rules, scheduler)
+    simulation = Simulation(rules)
 
     def send(tier: int) -> None:
         simulation.send(Request(tier, 1_000, us(LEASE_S), on_admitted=partial(send, tier)))

@@ -57,9 +57,9 @@ def _client(simulation: Simulation, tenant: str, patience_s: float | None, luck:
     simulation.at(us(luck.uniform(0, 5)), send)
 
 
-def next_wait_s(rules: PoolRules, opened: int, scheduler: Decides | None = None) -> float:
+def next_wait_s(rules: PoolRules, opened: int) -> float:
     """How long a tenant's next request waits after it opened and dropped so many, at most until the run's end."""
-    simulation = Simulation(rules, scheduler)
+    simulation = Simulation(rules)
     luck = random.Random(7)
     for _ in range(CLIENTS):
         _client(simulation, "patient", None, luck)

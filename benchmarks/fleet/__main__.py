@@ -1,7 +1,6 @@
 """Several engines behind one pool: routers compared on the same engines, and what happens when things break.
 
     python -m benchmarks.fleet routers [--only NAME]... [--also NAME=COMMAND]... [--seeds 1] [--json FILE]
-    python -m benchmarks.fleet virtual [--only NAME]... [--seeds 1] [--weight 300] [--json FILE]
     python -m benchmarks.fleet SCENARIO [--router NAME] [--json FILE]
 
 Emulated engines with prefix caches, a router, and the load are processes on loopback. See benchmarks/README.md for the
@@ -20,7 +19,7 @@ from benchmarks.fleet.routers import OURS, NotStarted
 from benchmarks.fleet.runs import written
 from benchmarks.fleet.setting import TRACE, Setting
 from benchmarks.fleet.verdict import Verdict, summary
-from benchmarks.fleet_routers import RULES, real
+from benchmarks.fleet_routers import RULES
 
 USUAL = Setting()
 
@@ -30,16 +29,11 @@ def _arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     routers = commands.add_parser("routers", help="the comparison of routers")
     routers.add_argument("--also", action="append", default=[], metavar="NAME=COMMAND", help="any other program")
-    routers.add_argument("--real", action="append", default=[], choices=real.ROUTERS, help="another project's router")
-    virtual = commands.add_parser("virtual", help="the same without processes, in virtual time")
-    virtual.add_argument("--weight", type=int, default=300, help="of a hit, in percent (default: %(default)s)")
-    for both in (routers, virtual):
-        names = [*RULES, OURS]
-        both.add_argument("--only", action="append", choices=names, help="repeatable (default: all)")
-        both.add_argument("--seeds", type=int, nargs="+", default=[1])
-        both.add_argument("--rate", type=float, default=USUAL.rate, help="times the trace's own (default: %(default)s)")
-        both.add_argument("--requests", type=int, default=USUAL.requests)
-        both.add_argument("--compression", type=float, default=USUAL.compression, help="trace seconds in a real one")
+    routers.add_argument("--only", action="append", choices=[*RULES, OURS], help="repeatable (default: all)")
+    routers.add_argument("--seeds", type=int, nargs="+", default=[1])
+    routers.add_argument("--rate", type=float, default=USUAL.rate, help="times the trace's own (default: %(default)s)")
+    routers.add_argument("--requests", type=int, default=USUAL.requests)
+    routers.add_argument("--compression", type=float, default=USUAL.compression, help="trace seconds in a real one")
     for name, scenario in scenarios.SCENARIOS.items():
         one = commands.add_parser(name, help=scenario.title)
         one.add_argument("--router", default=OURS, help="a baseline shows what the scenario does to it")
@@ -57,8 +51,7 @@ def main() -> int:
         print(f"no trace at {args.trace}: give --trace")
         return 2
     try:
-        is_comparison = args.command in ("routers", "virtual")
-        verdicts, document = _compared(args) if is_comparison else _scenario(args)
+        verdicts, document = _compared(args) if args.command == "routers" else _scenario(args)
     except NotStarted as error:
         print(error)
         return 1
@@ -70,17 +63,13 @@ def main() -> int:
 
 def _compared(args: argparse.Namespace) -> tuple[Sequence[Verdict], dict[str, object]]:
     setting = Setting(trace=args.trace, requests=args.requests, rate=args.rate, compression=args.compression)
-    is_real = args.command == "routers"
-    names = [*(args.only or [*RULES, OURS]), *((*args.real, *args.also) if is_real else ())]
+    names = [*(args.only or [*RULES, OURS]), *args.also]
     print(
         f"{setting.requests:,} requests at {setting.rate:g} times their own rate on {setting.engines} engines of "
         f"{setting.cache_tokens:,} tokens; lengths times {setting.scale:g}, {setting.compression:g} times as fast\n"
     )
-    if is_real:
-        runs = comparison.compare(names, args.seeds, setting)
-    else:
-        runs = comparison.compare_virtually(names, args.seeds, setting, args.weight)
-    return comparison.judge(runs, setting, is_real=is_real), {"runs": [run.document() for run in runs]}
+    runs = comparison.compare(names, args.seeds, setting)
+    return comparison.judge(runs, setting), {"runs": [run.document() for run in runs]}
 
 
 def _scenario(args: argparse.Namespace) -> tuple[Sequence[Verdict], dict[str, object]]:

@@ -7,17 +7,16 @@ and the machine must not.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.fleet import engines as emulated
-from benchmarks.fleet import routers, virtual
+from benchmarks.fleet import routers
 from benchmarks.fleet.load import load
 from benchmarks.fleet.runs import Run, shown, through
 from benchmarks.fleet.setting import Setting
 from benchmarks.fleet.verdict import Verdict
-from benchmarks.fleet_routers import RULES, real
+from benchmarks.fleet_routers import RULES
 
 LEAST_TIMES_P99 = 1.5
 LEAST_OF_BEST_HIT_RATE = 0.85
@@ -36,24 +35,10 @@ def compare(names: Sequence[str], seeds: Iterable[int], setting: Setting) -> Seq
         seeded = replace(setting, seed=seed)
         requests = load(seeded)
         for name in names:
-            found = real.ROUTERS.get(name)
-            seeded = replace(seeded, engine=setting.engine if found is None else found.engine)
             with emulated.running(seeded) as engines, routers.running(name, engines, seeded) as router:
                 run = asyncio.run(through([router], engines, requests, seeded))
             print(line(run), flush=True)
             runs.append(run)
-    return runs
-
-
-def compare_virtually(
-    names: Sequence[str], seeds: Iterable[int], setting: Setting, weight_percent: int
-) -> Sequence[Run]:
-    """The same in virtual time, see `virtual`."""
-    print(HEAD)
-    runs = []
-    for name, seed in itertools.product(names, seeds):
-        runs.append(virtual.play(name, replace(setting, seed=seed), weight_percent))
-        print(line(runs[-1]), flush=True)
     return runs
 
 
@@ -81,14 +66,13 @@ def line(run: Run) -> str:
     )
 
 
-def judge(runs: Sequence[Run], setting: Setting, *, is_real: bool = True) -> Sequence[Verdict]:
-    """What the runs show, for each seed; and what was not run. In virtual time there is no machine to judge."""
+def judge(runs: Sequence[Run], setting: Setting) -> Sequence[Verdict]:
+    """What the runs show, for each seed; and what was not run."""
     found: list[Verdict] = []
     for seed in sorted({run.seed for run in runs}):
         by_name = {run.router: run for run in runs if run.seed == seed}
         found += [*_load(by_name, seed), *_ours(by_name, seed, setting)]
-        if is_real:
-            found += machine(list(by_name.values()), f"seed {seed}: ")
+        found += machine(list(by_name.values()), f"seed {seed}: ")
     return found
 
 

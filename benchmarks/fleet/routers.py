@@ -19,8 +19,7 @@ from pathlib import Path
 
 from benchmarks.fleet.engines import Engine
 from benchmarks.fleet.setting import Setting
-from benchmarks.fleet_routers import RULES, real
-from benchmarks.fleet_routers.engines import free_ports
+from benchmarks.fleet_routers import RULES
 from benchmarks.processes import addresses, start
 
 OURS = "ours"
@@ -78,14 +77,11 @@ def running(
             words = ["serve", "--policy", folder, "--port", "0", "--admin-port", "0", "--grace", "1s"]
             with _printing(start(*words, module="sidecar.cli"), 2, name) as (process, (url, admin)):
                 yield Router(name, url, process.pid, admin)
-    elif name in real.ROUTERS:
-        with _real(name, engines) as router:
-            yield router
     elif "=" in name:
         with _other(name.partition("=")[0], name.partition("=")[2], engines) as router:
             yield router
     else:
-        raise NotStarted(f"{name} is no router; there are {', '.join([*RULES, OURS, *real.ROUTERS])}, and NAME=COMMAND")
+        raise NotStarted(f"{name} is no router; there are {', '.join([*RULES, OURS])}, and NAME=COMMAND")
 
 
 @contextlib.contextmanager
@@ -105,20 +101,6 @@ def _printing(
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-
-
-@contextlib.contextmanager
-def _real(name: str, engines: Sequence[Engine]) -> Iterator[Router]:
-    """Another project's router, installed where it is not yet."""
-    port = free_ports(1)[0]
-    try:
-        process = real.start(name, [engine.url for engine in engines], port)
-    except (real.NotInstalled, real.NotReady) as error:
-        raise NotStarted(f"{name} did not start: {error}") from None
-    try:
-        yield Router(name, f"http://127.0.0.1:{port}", process.pid)
-    finally:
-        real.stop(process)
 
 
 @contextlib.contextmanager

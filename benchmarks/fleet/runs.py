@@ -116,12 +116,7 @@ async def through(
 
     `meanwhile` runs beside the load, and to its own end; what it raises is raised.
     """
-    stalled_s = 0.0
-
-    def watch(_: float, progress: Progress) -> None:
-        nonlocal stalled_s
-        stalled_s = progress.stalled_s
-
+    progress = Progress()
     parts = {
         "router": [router.process for router in routers],
         "engines": [engine.process for engine in engines],
@@ -131,7 +126,9 @@ async def through(
     beside = asyncio.ensure_future(_nothing() if meanwhile is None else meanwhile())
     pick = _Listed([0] * len(requests) if to is None else to)
     try:
-        seen = await play([router.url for router in routers], requests, timeout_s=TIMEOUT_S, report=watch, pick=pick)
+        seen = await play(
+            [router.url for router in routers], requests, timeout_s=TIMEOUT_S, progress=progress, pick=pick
+        )
         await beside
     finally:
         beside.cancel()
@@ -145,7 +142,7 @@ async def through(
         engines=[EngineFigures.of(engine) for engine in engines if engine.answers],
         use=use.cores,
         idle=use.idle,
-        stalled_s=stalled_s,
+        stalled_s=progress.stalled_s,
         seen=seen,
     )
 

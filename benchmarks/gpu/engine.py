@@ -46,11 +46,10 @@ class Running:
 class DeviceTime:
     """How the device spent its time, in seconds, from its first step on.
 
-    `steps` are (begin, end). `empty_place_s` is the time of places that were free during a step.
+    `steps` are (begin, end).
     """
 
     steps: list[tuple[float, float]] = field(default_factory=list)
-    empty_place_s: float = 0.0
     most_waiting: int = 0
 
     @property
@@ -116,13 +115,11 @@ class Engine:
                     await self._reason.wait()
                 await asyncio.sleep(0)  # requests that are admitted now come along
                 begun = self._take()
-                free = len(self._free)
                 places = list(self._running)
                 began_s = time.perf_counter()
                 made = await loop.run_in_executor(self._thread, self._step, begun, places)
                 ended_s = time.perf_counter()
                 self.time.steps.append((began_s, ended_s))
-                self.time.empty_place_s += free * (ended_s - began_s)
                 self._deliver(made)
         finally:
             self._thread.shutdown(wait=True)

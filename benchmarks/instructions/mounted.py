@@ -19,9 +19,6 @@ from opentelemetry import metrics, trace
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import (
-    MetricExporter,
-    MetricExportResult,
-    MetricsData,
     PeriodicExportingMetricReader,
 )
 from opentelemetry.sdk.trace import TracerProvider
@@ -32,9 +29,8 @@ from benchmarks.crowd import Crowd
 from benchmarks.instructions import marks
 from benchmarks.instructions.counters import call
 from benchmarks.overhead import BODY, HEADERS
-from benchmarks.overhead_apps import CHUNK, DoNothing, Nowhere, bare
+from benchmarks.overhead_apps import CHUNK, DoNothing, Nowhere, NowhereMetrics, bare
 from sidecar import AdmissionMiddleware
-from sidecar.policy.choices import Order
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.tier import ServiceObjectives
@@ -144,21 +140,6 @@ async def _chunks(count: int, send: Send) -> None:
         await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
 
 
-class NowhereMetrics(MetricExporter):
-    """A metrics exporter that drops its input."""
-
-    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **_: object) -> MetricExportResult:  # noqa: ARG002  # the SDK's signature
-        """Succeeds."""
-        return MetricExportResult.SUCCESS
-
-    def force_flush(self, timeout_millis: float = 10_000) -> bool:  # noqa: ARG002  # the SDK's signature
-        """Has nothing to send."""
-        return True
-
-    def shutdown(self, timeout_millis: float = 30_000, **_: object) -> None:
-        """Has nothing to close."""
-
-
 def install_sdk() -> None:
     """Installs an SDK that records every span and every metric. No metrics are exported while the figures run."""
     if isinstance(trace.get_tracer_provider(), TracerProvider):
@@ -189,7 +170,7 @@ async def pool_cycles(policy: Policy, count: int) -> None:
 
 async def decisions(count: int) -> None:
     """Counts the end of a lease, the admission of one that waits and the entry of another, with 1,000 waiting."""
-    crowd = Crowd(WAITING, LEASES, TENANTS, Order.LEVEL)
+    crowd = Crowd(WAITING, LEASES, TENANTS)
     await crowd.fill()
 
     async def cycles(repetitions: int) -> None:

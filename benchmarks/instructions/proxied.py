@@ -28,7 +28,6 @@ WARM_UP = 200
 """Requests, and chunks of the stream, before the first mark."""
 IDLE_S = 10.0
 _MARKED = b"marked\n"
-Arguments = Callable[[Sequence[str]], Sequence[str]]
 
 
 class Engine:
@@ -140,14 +139,14 @@ async def drive(proxy: Proxy, engine: Engine, parts: Mapping[str, int]) -> dict[
 
 
 async def _run(
-    prefix: Sequence[str], environment: Mapping[str, str], parts: Mapping[str, int], engines: int, arguments: Arguments
+    prefix: Sequence[str], environment: Mapping[str, str], parts: Mapping[str, int], policy: Path
 ) -> dict[str, float]:
     from benchmarks.overhead_apps import ANSWER, CHUNK
 
     engine = Engine(ANSWER, CHUNK)
-    listeners = [await asyncio.start_server(engine.serve, "127.0.0.1", 0) for _ in range(engines)]
-    urls = [f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}" for listener in listeners]
-    words = [*arguments(urls), "--port", "0", "--admin-port", "0"]
+    listener = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    words = ["--upstream", url, "--policy", str(policy), "--port", "0", "--admin-port", "0"]
     command = [*prefix, sys.executable, "-m", "benchmarks.instructions.proxied", *words]
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
@@ -166,8 +165,7 @@ async def _run(
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-    for listener in listeners:
-        listener.close()
+    listener.close()
     return seconds
 
 
@@ -175,18 +173,7 @@ def run(
     prefix: Sequence[str], environment: Mapping[str, str], parts: Mapping[str, int], *, policy: Path
 ) -> dict[str, float]:
     """Runs `sidecar serve` under the command `prefix`, and sends it the requests of `parts`: see `counters.Run`."""
-    return run_before(1, prefix, environment, parts, lambda urls: ["--upstream", urls[0], "--policy", str(policy)])
-
-
-def run_before(
-    engines: int,
-    prefix: Sequence[str],
-    environment: Mapping[str, str],
-    parts: Mapping[str, int],
-    arguments: Arguments,
-) -> dict[str, float]:
-    """The same before so many engines. `arguments` are those of `sidecar serve`, given the engines' addresses."""
-    return asyncio.run(asyncio.wait_for(_run(prefix, environment, parts, engines, arguments), ENDS_WITHIN_S))
+    return asyncio.run(asyncio.wait_for(_run(prefix, environment, parts, policy), ENDS_WITHIN_S))
 
 
 def serve(arguments: Sequence[str]) -> int:

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from benchmarks.fleet_routers.real import NotInstalled, NotReady
 from benchmarks.peers import cost, dynamo, litellm, nginx, none, ours, report, smg
+from benchmarks.peers.real import NotInstalled, NotReady
 from benchmarks.peers.scenarios import SCENARIOS, Load, Scenario
 from benchmarks.peers.setting import Figure, Peer
 

@@ -2,7 +2,7 @@
 
 `--router-queue-threshold 0` queues a request while every engine has prompt tokens that are not computed, and
 `strict_priority` orders that queue (https://docs.nvidia.com/dynamo/user-guides/agents/priority-scheduling). Its engine
-is a vLLM with a prefix cache: a worker of ours registers it (`fleet_routers/dynamo_worker.py`). The engine's own
+is a vLLM with a prefix cache: a worker of ours registers it (`dynamo_worker.py`). The engine's own
 priority is not used.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.fleet_routers import real
-from benchmarks.fleet_routers.engines import free_ports
+from benchmarks.peers import real
+from benchmarks.peers.running import free_ports
 from benchmarks.peers.setting import PRIORITIES, Gateway, Peer, Setting
 
 QUEUE = {"DYN_ROUTER_QUEUE_THRESHOLD": "0.0"}

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.fleet_routers import real
-from benchmarks.fleet_routers.engines import free_ports
-from benchmarks.peers.running import Command, started
+from benchmarks.peers import real
+from benchmarks.peers.running import Command, free_ports, started
 from benchmarks.peers.setting import KEY, MODEL, PRIORITIES, Gateway, Peer, Setting
 from tests.support.redis_servers import RedisServer, first_binary
 

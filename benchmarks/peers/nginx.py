@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.fleet_routers.engines import free_ports
-from benchmarks.peers.running import Command, started
+from benchmarks.peers.running import Command, free_ports, started
 from benchmarks.peers.setting import Gateway, Peer, Setting
 
 CONFIGURATION = """\

@@ -16,9 +16,7 @@ NO_MEANS: Mapping[tuple[str, str], str] = {
     ("window", "smg"): "has none over HTTP",
     ("window", "dynamo"): "has none",
     ("window", "none"): "has none",
-    ("skew", "dynamo"): "not played",
     ("killed", "dynamo"): "not played",
-    ("skew", "none"): "not played",
     ("killed", "none"): "not played",
 }
 """What stands in the table where a peer is not played."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 import urllib.request
@@ -15,12 +16,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet_routers.real import NotReady
+from benchmarks.peers.real import NotReady
 from benchmarks.peers.setting import Gateway
 from benchmarks.processes import command as sidecar
 
 READY_WITHIN_S = 90.0
 ENDS_WITHIN_S = 15.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, below those that the system gives to clients."""
+    found: list[int] = []
+    for port in range(20_000 + os.getpid() % 5_000, 32_000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError("no free ports between 20000 and 32000")
 
 
 @contextlib.contextmanager

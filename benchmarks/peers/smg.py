@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.fleet_routers import real
-from benchmarks.fleet_routers.engines import free_ports
+from benchmarks.peers import real
+from benchmarks.peers.running import free_ports
 from benchmarks.peers.setting import BULK, DEFAULT, INTERACTIVE, Gateway, Peer, Setting
 
 QUEUE, TIMEOUT_S = 10_000, 600

@@ -34,15 +34,10 @@ def peak(pairs: Sequence[tuple[int, int]]) -> int:
     return max((sum(used + at for used, remaining in pairs if remaining >= at) for at in ends), default=0)
 
 
-def used_share(
-    requests: Sequence[Asked], q: float | None, hardware: Hardware, *, has_overlap: bool, known: Sequence[int] = ()
-) -> float:
-    """The tokens in the KV cache to its size, in the mean of the steps. `q` None is the old rule.
-
-    `known` are lengths that were learned before.
-    """
+def used_share(requests: Sequence[Asked], q: float | None, hardware: Hardware, *, has_overlap: bool) -> float:
+    """The tokens in the KV cache to its size, in the mean of the steps. `q` None is the old rule."""
     engine, waiting = RooflineEngine(hardware), list(requests)
-    lengths, running = list(known), dict[Job, Asked]()
+    lengths, running = list[int](), dict[Job, Asked]()
     shares: list[float] = []
 
     def holds(asked: Asked, generated: int) -> tuple[int, int]:

@@ -108,7 +108,6 @@ class Setting:
     replicas: Sequence[subprocess.Popen[str]] = ()
     proxies: Sequence[str] = ()
     admins: Sequence[str] = ()
-    engines_started: int = 1
     knobs: Knobs = field(default_factory=Knobs)
 
     @property
@@ -139,7 +138,6 @@ class Setting:
     def start_engine(self) -> None:
         """It comes back where it was."""
         self.engine = _engine(self.engine_port)
-        self.engines_started += 1
 
     def hang_up(self) -> None:
         """SIGHUP to all replicas: they look at their files at once."""

@@ -15,6 +15,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NoReturn, TextIO
 
 from sidecar.cli.arguments import number, whole_number
@@ -25,8 +26,7 @@ from sidecar.tools.demo import slo
 from sidecar.tools.demo.clients import BURST, arrivals
 from sidecar.tools.demo.figures import RunMeasurement
 from sidecar.tools.demo.report import summary, table
-from sidecar.tools.demo.runs import CannotStart, DemoRun, RunServers, Sharing, play_run, servers, shared
-from sidecar.tools.demo.server import slots
+from sidecar.tools.demo.runs import CannotStart, DemoRun, RunServers, Sharing, play_run, servers, shared, slots
 
 EXAMPLE = "  sidecar demo --json demo.json\n  sidecar demo --slo\n  sidecar demo --replicas 3 --store redis://127.0.0.1:6379/0"
 SECONDS = 8.0
@@ -70,8 +70,8 @@ def _play(args: argparse.Namespace, runs: Sequence[DemoRun], out: TextIO) -> int
     policy = load(policy_path)
     seconds = args.seconds or SECONDS
     requests = arrivals(seconds, args.seed)
-    with servers(runs, policy_path, has_page=not args.no_page) as places:
-        page = places["admission"].page
+    with servers(runs, policy_path) as places:
+        page = None if args.no_page else places["admission"].page
         if page is not None:
             say(f"Live page of the third run, while the demo runs: http://127.0.0.1:{page}/", out)
         say(
@@ -88,14 +88,14 @@ def _play(args: argparse.Namespace, runs: Sequence[DemoRun], out: TextIO) -> int
         say(f"\n{table(figures, runs)}\n\n{summary(figures)}", out)
         written = write_json(args.json, {"runs": figures})
         if args.keep:
-            _keep(places["admission"], out)
+            _keep(replace(places["admission"], page=page), out)
     return 0 if written and not any(one.failed for one in figures) else 1
 
 
 def _play_slo(args: argparse.Namespace, out: TextIO) -> int:
     seconds = args.seconds or slo.SECONDS
     coming = slo.arrivals(seconds, args.seed)
-    with slo.servers(has_page=not args.no_page) as ports:
+    with slo.servers() as ports:
         held = ports[slo.HELD]
         if not args.no_page:
             say(f"Live page of the second run, while the demo runs: http://127.0.0.1:{held.admin}/", out)

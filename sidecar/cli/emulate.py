@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,7 +14,7 @@ from sidecar.cli.output import CommandFailed
 from sidecar.engines import ENGINES
 from sidecar.tools.emulator import EmulatorConfig, Scheduling, StepModel
 from sidecar.tools.emulator.faults import Fault, read_fault
-from sidecar.tools.emulator.replicas import Replica, run_replicas
+from sidecar.tools.emulator.replicas import Replica, run_replicas, say
 from sidecar.tools.emulator.server import bind, serve
 from sidecar.tools.step_model.model import MOST
 
@@ -135,9 +135,9 @@ def run(args: argparse.Namespace) -> int:
             problem = f"cannot listen on {args.host}:{wanted}: {error.strerror or error}"
             raise CommandFailed(f"{problem}; name another with --port, or 0 for any") from None
     if args.replicas is not None:
-        return run_replicas(_replicas(args, configs, listeners), _say)
+        return asyncio.run(run_replicas(_replicas(args, configs, listeners)))
     greeting = _summary(args, configs[0], _url(args.host, listeners[0]))
-    serve(configs[0], listeners[0], partial(_say, greeting), args.startup_delay)
+    serve(configs[0], listeners[0], partial(say, greeting), args.startup_delay)
     return 0
 
 
@@ -150,12 +150,6 @@ def _replicas(
         greeting = f"{config.name}: {_summary(args, config, url)}"
         replicas.append(Replica(config, listener, url, greeting, args.startup_delay))
     return replicas
-
-
-def _say(text: str) -> None:
-    """Runs in each replica's process, too. One write for each line: two processes must not mix theirs."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def _configs(args: argparse.Namespace) -> Sequence[EmulatorConfig]:

@@ -101,9 +101,7 @@ class StarterTiers:
         return any(f"\n    {key}" in body for body in self.bodies.values())
 
 
-def tiers_for(
-    wanted: int | None, at_once: int | None, who: str = "the engine runs", *, preempts: bool = True
-) -> StarterTiers:
+def tiers_for(wanted: int | None, at_once: int | None, who: str, *, preempts: bool) -> StarterTiers:
     """Three or five tiers: as many as wanted, or else what an engine that runs so many requests at once can divide."""
     left_out = () if preempts else (_PREEMPTION,)
     known = "an unknown number of" if at_once is None else f"{at_once:,}"

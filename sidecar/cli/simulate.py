@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from msgspec.structs import replace
-
 from sidecar.cli.arguments import number, policy_path, whole_number
 from sidecar.cli.output import CommandFailed, require_writable, say, write_json, write_text
 from sidecar.cli.replay import mix
@@ -36,7 +34,7 @@ from sidecar.tools.simulate.comparison import (
 from sidecar.tools.simulate.comparison import run as run_one
 from sidecar.tools.simulate.figures import RunResult
 from sidecar.tools.simulate.load import Assign, check
-from sidecar.tools.simulate.policy_keys import unused_keys, why_alike
+from sidecar.tools.simulate.policy_keys import unused_keys
 from sidecar.tools.simulate.report import guarded, highest_rates, policies, report, tiers
 from sidecar.tools.step_model.model import DEFAULT, BadEngineModel, load_model, shipped
 from sidecar.tools.text import table
@@ -116,8 +114,6 @@ def run(args: argparse.Namespace) -> int:
     for columns, rows in (policies(runs), tiers(runs), guarded(runs)):
         if rows:
             say("\n".join(["", *table([columns, *rows], left=(0, 1))]), out)
-    for line in _alike(candidates, results):
-        say(f"\n{line}", out)
     if rates:
         columns, rows = highest_rates(rates)
         say("\n".join(["", *table([columns, *rows])]), out)
@@ -175,22 +171,4 @@ def _heading(setting: Setting, candidates: Sequence[ComparedPolicy]) -> list[str
                 f"{candidate.name}: {', '.join(lacking)} without `slo: {{ttft, tpot}}`: no SLO and no gain is measured "
                 "there, only TTFT, queue waits and refusals"
             )
-    return lines
-
-
-def _alike(candidates: Sequence[ComparedPolicy], results: Sequence[RunResult]) -> list[str]:
-    """A line for each policy that never differs from an earlier one, with the reason."""
-    named = {candidate.name: candidate for candidate in candidates}
-    played: list[tuple[ComparedPolicy, Sequence[RunResult]]] = []
-    lines = []
-    for runs in by_policy(results):
-        one = named[runs[0].policy]
-        if one.baseline:
-            continue
-        for other, earlier in played:
-            if [replace(run, policy=other.name, order=other.order) for run in runs] == list(earlier):
-                why = why_alike(other.written, one.written, runs)
-                lines.append(f"{other.name} and {one.name} never differ: {why}.")
-                break
-        played.append((one, runs))
     return lines

@@ -118,16 +118,14 @@ class TierShare(msgspec.Struct, frozen=True):
     """Room of the pool that one tier holds, and may hold."""
 
     tier: str
-    held: Annotated[Amount, amounts("admission.held", "Tokens held by leases.", "Requests held by leases.", Over.POOL)]
+    held: Annotated[Amount, amounts("admission.held", "Tokens held by leases.", "Requests held by leases.")]
     reserve: Annotated[
         Amount,
-        amounts("admission.reserve", "Tokens reserved for the tier.", "Requests reserved for the tier.", Over.POOL),
+        amounts("admission.reserve", "Tokens reserved for the tier.", "Requests reserved for the tier."),
     ]
     limit: Annotated[
         Amount,
-        amounts(
-            "admission.limit", "The most tokens the tier may hold.", "The most requests the tier may hold.", Over.POOL
-        ),
+        amounts("admission.limit", "The most tokens the tier may hold.", "The most requests the tier may hold."),
     ]
     borrowed_tokens: Annotated[
         int,
@@ -135,11 +133,10 @@ class TierShare(msgspec.Struct, frozen=True):
             "admission.borrowed.tokens",
             "Tokens held above the tier's reserve, out of what other tiers have reserved.",
             TOKENS,
-            Over.POOL,
         ),
     ]
     lent_tokens: Annotated[
-        int, gauge("admission.lent.tokens", "Tokens of the tier's reserve that other tiers hold.", TOKENS, Over.POOL)
+        int, gauge("admission.lent.tokens", "Tokens of the tier's reserve that other tiers hold.", TOKENS)
     ]
     slo: Promised
     guard: TierGuard | None = None
@@ -179,7 +176,7 @@ class PoolFigures(msgspec.Struct, frozen=True):
     ]
     capacity: Annotated[
         Amount,
-        amounts("admission.capacity", "Tokens that the pool has.", "Requests that the pool has room for.", Over.POOL),
+        amounts("admission.capacity", "Tokens that the pool has.", "Requests that the pool has room for."),
     ]
     wanted: Annotated[
         float | None,
@@ -223,7 +220,7 @@ class PoolFigures(msgspec.Struct, frozen=True):
             "admission.policy.rejected",
             "Changed policies that could not be used; the one before stayed in force.",
             "{policy}",
-            Over.ONCE,
+            Over.MOST,
         ),
     ] = 0
     no_engine_fits_s: Annotated[
@@ -232,7 +229,7 @@ class PoolFigures(msgspec.Struct, frozen=True):
             "admission.no_engine_fits",
             "For how long a request that fitted the pool waited for an engine.",
             SECONDS,
-            Over.ONCE,
+            Over.MOST,
         ),
     ] = None
     loop_blocked_s: Annotated[

@@ -65,7 +65,7 @@ class EngineSizesDocument(msgspec.Struct, frozen=True):
             "admission.engine.preemptions",
             "The engine's preemptions for lack of KV cache, since this process first read them.",
             "{preemption}",
-            Over.ONCE,
+            Over.MOST,
         ),
     ] = None
 

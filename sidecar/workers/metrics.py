@@ -1,9 +1,8 @@
 """The workers' metrics as those of one process, in Prometheus' format.
 
 Counters and histograms are added up, those of ended processes included, so that no sum falls when a worker is started
-again. Where each counts what all see, it is counted once. A gauge of what a process holds or has waiting is added up,
-too. A gauge of the pool says the same in every worker, and is shown once; while the store is lost for all of them, each
-has the gauges of its part, and those are added up.
+again. A gauge of what a process holds or has waiting is added up, too. Of what all report the same, such as the pool,
+the largest is shown, as over replicas on ports of their own.
 
 The multiprocess mode of prometheus_client (0.26) would not do: it adds up that library's own instruments alone, which
 ours are not, and has no exemplars.
@@ -21,7 +20,6 @@ from prometheus_client.registry import Collector
 
 from sidecar.cluster.sampler import FIGURES
 from sidecar.figures import Over
-from sidecar.telemetry import semconv
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 """Asked of the workers: the older format has no exemplars."""
@@ -31,7 +29,6 @@ def _in_prometheus(name: str) -> str:
     return name.replace(".", "_")
 
 
-_STORE_AVAILABLE, _POOL = _in_prometheus("admission.store.available"), _in_prometheus(semconv.POOL)
 _OVER = {_in_prometheus(it.name): it.over for it in FIGURES}
 
 
@@ -44,32 +41,22 @@ class Series(NamedTuple):
 
 
 class WorkersMetrics(Collector):
-    """The sum. It remembers each process's last metrics: those of one that is silent still count.
-
-    `_ended` is what ended processes counted. `_once` are the counts that all see, each counted once, and `_bases` what
-    those were when each process came.
+    """The sum. It remembers each process's last metrics: those of one that is silent still count. `_ended` is what
+    ended processes counted.
     """
 
     def __init__(self) -> None:
         self._latest: dict[int, dict[Series, Sample]] = {}
         self._ended: dict[Series, float] = defaultdict(float)
-        self._once: dict[Series, float] = defaultdict(float)
-        self._bases: dict[int, Mapping[Series, float]] = {}
         self._families: dict[str, Metric] = {}
         self._own: Sequence[Metric] = ()
 
     def note(self, answers: Mapping[int, str], running: Sequence[int | None], *, serving: int, restarts: int) -> None:
         """The processes with these ids have answered, in the format `OPEN_METRICS`; no others are `running`."""
-        so_far = dict(self._once)
-        for pid, text in answers.items():
-            self._latest[pid], base = self._read(text), self._bases.setdefault(pid, so_far)
-            for series, sample in self._latest[pid].items():
-                if self._over(series) is Over.ONCE:  # not all see it before the same scrape
-                    self._once[series] = max(self._once[series], base.get(series, 0.0) + sample.value)
+        self._latest.update({pid: self._read(text) for pid, text in answers.items()})
         for pid in [pid for pid in self._latest if pid not in running]:
-            del self._bases[pid]
             for series, sample in self._latest.pop(pid).items():
-                if self._is_counted(series):
+                if self._over(series) is Over.SUM and self._is_counted(series):
                     self._ended[series] += sample.value
         self._own = (
             GaugeMetricFamily("admission_workers", "Workers that serve.", serving),
@@ -100,24 +87,15 @@ class WorkersMetrics(Collector):
 
     def _merged(self, series: Series, values: Sequence[float]) -> float:
         over = self._over(series)
-        if over is Over.ONCE:
-            return self._once[series]
-        if over is Over.LEAST:
-            return min(values)
-        if over is Over.SUM or (over is Over.POOL and self._is_lost(dict(series.labels).get(_POOL, ""))):
+        if over is Over.SUM:
             return sum(values, self._ended.get(series, 0.0))
-        return max(values)
+        return min(values) if over is Over.LEAST else max(values)
 
     def _over(self, series: Series) -> Over | None:
         """How the values of the processes become one."""
         family = self._families[series.family]
         of_figure = _OVER.get(family.name.removesuffix(f"_{family.unit}"))
         return Over.SUM if of_figure is None and self._is_counted(series) else of_figure
-
-    def _is_lost(self, pool: str) -> bool:
-        """True if all processes admit to this pool without its store."""
-        available = Series(_STORE_AVAILABLE, _STORE_AVAILABLE, ((_POOL, pool),))
-        return all(available in samples and samples[available].value == 0 for samples in self._latest.values())
 
     def _is_counted(self, series: Series) -> bool:
         return self._families[series.family].type in ("counter", "histogram")

@@ -10,15 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.fleet import comparison, routers, virtual
+from benchmarks.fleet import comparison, routers
 from benchmarks.fleet import engines as emulated
 from benchmarks.fleet.engines import EngineFigures
 from benchmarks.fleet.load import load, tokens_of
 from benchmarks.fleet.runs import Figures, Run, through, work_of
-from benchmarks.fleet.scenarios import SCENARIOS, cost, killed, rolling, storm
+from benchmarks.fleet.scenarios import SCENARIOS, killed, rolling, storm
 from benchmarks.fleet.setting import Setting
 from benchmarks.fleet.verdict import Verdict, summary
-from benchmarks.fleet_routers import RULES
 from sidecar.tools.loadgen import Planned, Seen
 from tests.support.each import each
 
@@ -143,12 +142,6 @@ def test_a_load_that_does_not_saturate_round_robin_shows_nothing() -> None:
     ]
 
 
-def test_in_virtual_time_there_is_no_machine_to_judge() -> None:
-    busy = [replace(run, idle=0.0) for run in GOOD]
-    assert all(verdict.is_met for verdict in comparison.judge(busy, Setting(), is_real=False))
-    assert missed(busy) == ["idle share of the machine"]
-
-
 def test_without_ours_the_comparison_is_not_judged_and_no_success() -> None:
     assert missed(GOOD[:-1]) == ["ours against the others"]
 
@@ -184,12 +177,6 @@ def test_an_answer_that_says_it_is_complete_and_is_too_short_was_cut() -> None:
     assert not rolling.is_cut(replace(seen(None, error="502"), output_tokens=0))
 
 
-def test_the_cost_of_sixteen_engines_is_judged() -> None:
-    assert [verdict.is_met for verdict in cost.judge({0: 100.0, 1: 100.0, 16: 129.0})] == [True, True]
-    assert [verdict.is_met for verdict in cost.judge({0: 90.0, 1: 100.0, 16: 129.0})] == [True, False]
-    assert [verdict.is_met for verdict in cost.judge({0: 100.0, 1: 90.0, 16: 129.0})] == [False, True]
-
-
 def test_a_run_through_real_processes_counts_the_same_hits_as_its_engines(setting: Setting) -> None:
     requests = load(setting)
     with emulated.running(setting) as engines, started("cache-aware", engines, setting) as router:
@@ -204,35 +191,8 @@ def test_a_run_through_real_processes_counts_the_same_hits_as_its_engines(settin
     assert run.use["router"] > 0
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_a_run_in_virtual_time_repeats_exactly_and_serves_everything(name: str, setting: Setting) -> None:
-    run = virtual.play(name, setting)
-    assert run.failed == 0
-    assert sum(each.finished for each in run.engines) == len(ROWS)
-    assert run.figures.hit_rate == pytest.approx(run.engines_hit_rate)
-    assert run.document() == virtual.play(name, setting).document()
-
-
-def test_virtual_time_and_real_processes_agree_where_nothing_is_by_chance(setting: Setting) -> None:
-    """Round robin sends each request to the same engine in both; hits differ by what was computed just then."""
-    requests = load(setting)
-    with emulated.running(setting) as engines, started("round-robin", engines, setting) as router:
-        real = asyncio.run(through([router], engines, requests, setting))
-    simulated = virtual.play("round-robin", setting)
-    assert [each.finished for each in real.engines] == [each.finished for each in simulated.engines]
-    assert [each.queried_tokens for each in real.engines] == [each.queried_tokens for each in simulated.engines]
-    assert real.figures.hit_rate == pytest.approx(simulated.figures.hit_rate, abs=0.15)
-
-
-def test_the_sidecars_own_scheduler_runs_in_virtual_time(setting: Setting) -> None:
-    run = virtual.play(routers.OURS, setting)
-    assert run.failed == 0
-    assert max(each.most_tokens for each in run.engines) <= setting.engine_tokens
-    assert run.figures.hit_rate > virtual.play("round-robin", setting).figures.hit_rate
-
-
 def test_every_scenario_has_a_row_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "benchmarks" / "README.md").read_text()
     assert storm.run is SCENARIOS["storm"].run
-    for name in ("routers", "virtual", *SCENARIOS):
+    for name in ("routers", *SCENARIOS):
         assert f"| `{name}` |" in page

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fleet_routers.four_byte_tokenizer import END, write_model
+from benchmarks.peers.four_byte_tokenizer import END, write_model
 from sidecar.apis import Api
 from sidecar.tools.emulator.request import read_ask
 from sidecar.tools.replay.prompts import Words

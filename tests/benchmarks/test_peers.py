@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.peers import none, ours, report
 from benchmarks.peers.cost import Cost
-from benchmarks.peers.scenarios import SCENARIOS, disconnects
+from benchmarks.peers.scenarios import SCENARIOS
 from benchmarks.peers.setting import Figure
 
 pytestmark = pytest.mark.long
@@ -30,13 +30,6 @@ def test_our_proxy_keeps_to_the_engines_tokens_where_no_gateway_does_not() -> No
     assert (found["refused (4xx)"], found["failed"]) == (0, 0)
     straight = values([*SCENARIOS["tokens"].play(none.NONE, True)])
     assert (straight["most tokens at the engine"] or 0) > 10_000
-
-
-def test_the_engine_stops_when_clients_leave_and_the_others_lose_nothing() -> None:
-    found = values([*SCENARIOS["disconnects"].play(ours.OURS, True)])
-    assert found["least tokens of the streams that stayed"] == disconnects.TOKENS
-    assert found["engine stops the streams after"] is not None
-    assert found["engine stops the whole answers after"] is not None
 
 
 @pytest.mark.soak

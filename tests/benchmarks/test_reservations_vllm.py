@@ -27,7 +27,6 @@ OFF = Figures(
     preemptions_before=0,
     raised=0,
     quantile=None,
-    window_s=45.0,
     prompt=141.0,
     lengths=50_000,
     failed=0,

@@ -197,10 +197,8 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
     """Replaces the servers, and the playing of a run by what the test gives."""
 
     @contextmanager
-    def nowhere(
-        runs: Sequence[demo_runs.DemoRun], _: Path, *, has_page: bool
-    ) -> Iterator[dict[str, demo_runs.RunServers]]:
-        yield {run.name: demo_runs.RunServers([1], 1, 1 if has_page else None) for run in runs}
+    def nowhere(runs: Sequence[demo_runs.DemoRun], _: Path) -> Iterator[dict[str, demo_runs.RunServers]]:
+        yield {run.name: demo_runs.RunServers([1], 1, 1) for run in runs}
 
     def replace(play: Play) -> None:
         monkeypatch.setattr("sidecar.cli.demo.servers", nowhere)

@@ -367,39 +367,11 @@ def test_policies_are_arguments_wherever_they_stand(folder: Path, monkeypatch: p
 
 
 def test_keys_that_no_run_uses_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = folder / "now" / "policy.yaml"
+    now.write_text(now.read_text().replace("batch: {", "batch: {hours: {sat UTC: {limit: 10%}}, "))
     simulate(folder, "--seeds", "1")
-    unused = "engine, capacity.tokens, capacity.requests, default_tier, anonymous, endpoints"
+    unused = "engine, capacity.tokens, capacity.requests, hours, default_tier, anonymous, endpoints"
     assert f"\nnow: no run uses {unused}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("changed", "more", "why"),
-    [
-        (("tokens: 4000", "tokens: 9000"), (), "they differ in capacity.tokens alone, which no run uses"),
-        (("x", "x"), (), "their files say the same"),
-        (("60%", "50%"), ("--scale", "0.001"), "no request had to wait, so nothing decides who is first; try a higher"),
-        (("60%", "10%"), (), "no request met what they differ in: tiers.high.reserve"),
-        (("batch: {", "batch: {limit: 99%, "), (), None),
-        (
-            ("batch: {", "batch: {hours: {sat UTC: {limit: 10%}}, "),
-            (),
-            "they differ in hours alone, which no run uses",
-        ),
-        (("{tokens", "{learn: full, tokens"), (), None),
-        (("engine: vllm", "order: gain\nengine: vllm"), ("--order", "level"), "their files say the same"),
-    ],
-)
-def test_two_policies_that_never_differ_are_said_to_and_why(
-    folder: Path, changed: tuple[str, str], more: tuple[str, ...], why: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = (folder / "planned" / "policy.yaml").read_text()
-    for name in ("other", "now"):
-        (folder / name).mkdir(exist_ok=True)
-        (folder / name / "policy.yaml").write_text(text.replace(*changed) if name == "other" else text)
-    simulate(folder, "--policy", str(folder / "other"), "--seeds", "2", *more)
-    out = capsys.readouterr().out
-    assert ("never differ" in out) == (why is not None)
-    assert why is None or f"\nnow and other never differ: {why}" in out
 
 
 def test_a_tier_that_is_held_to_its_slo_has_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

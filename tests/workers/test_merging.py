@@ -15,7 +15,7 @@ from sidecar.figures import Over
 from sidecar.server import CannotServe
 from sidecar.workers import supervisor
 from sidecar.workers.crew import environment_for
-from sidecar.workers.documents import merged_engines, merged_pool, merged_state
+from sidecar.workers.documents import merged_engines, merged_state
 from sidecar.workers.metrics import WorkersMetrics
 from sidecar.workers.restarts import PAUSES_S, STEADY_S, Restarts, how_it_ended
 from tests.support.each import each
@@ -70,12 +70,9 @@ def test_counters_and_what_each_holds_are_added_up_and_the_pool_is_shown_once() 
     assert found["admission_queue_wait_seconds_count"] == 3
 
 
-def test_while_the_store_is_lost_for_all_their_parts_are_added_up() -> None:
-    of_one = {1: {"available": 0, "capacity": 50}, 2: {"available": 1, "capacity": 100}}
-    of_all = {1: {"available": 0, "capacity": 50}, 2: {"available": 0, "capacity": 49}}
-    found = shown(merged(of_one))
+def test_the_store_is_available_where_it_is_for_all() -> None:
+    found = shown(merged({1: {"available": 0, "capacity": 50}, 2: {"available": 1, "capacity": 100}}))
     assert (found[CAPACITY], found["admission_store_available"]) == (100, 0)
-    assert shown(merged(of_one, of_all))[CAPACITY] == 99
 
 
 def test_what_an_ended_process_counted_still_counts_and_what_it_held_does_not() -> None:
@@ -100,15 +97,6 @@ def test_what_all_processes_see_is_counted_once_whichever_sees_it_first_and_does
     assert [shown(merged(*scrapes[:end], running=running))[REJECTED] for end in (6, 7, 8)] == [4, 5, 5]
 
 
-def test_what_a_process_counts_for_the_first_time_after_others_is_counted_once() -> None:
-    """A series comes with its first count."""
-    first, later = "admission_no_engine_fits_seconds", WorkersMetrics()
-    without, text = "# EOF\n", f"# TYPE {first} counter\n# UNIT {first} seconds\n{first}_total 1.0\n# EOF\n"
-    for one, two in ((without, without), (text, without), (text, text)):
-        later.note({1: one, 2: two}, [1, 2], serving=2, restarts=0)
-    assert shown(later)[f"{first}_total"] == 1
-
-
 def test_of_the_exemplars_the_newest_is_shown() -> None:
     given = {1: {"waits": 1, "trace": "older", "at": 5}, 2: {"waits": 1, "trace": "newer", "at": 6}}
     text = openmetrics.generate_latest(merged(given)).decode()
@@ -121,78 +109,33 @@ def test_a_gauge_of_this_process_is_added_up_or_a_maximum_makes_sense_of_it() ->
     own = {it.name for it in gauges if "this process" in it.help or "these" in it.help}
     most = {"admission.queue.oldest_wait", "admission.queue.longest_starvation", "admission.engine.state"}
     assert own - most == {it.name for it in gauges if it.over is Over.SUM}
-    assert {it.over for it in FIGURES if it.is_counter} == {Over.SUM, Over.ONCE}
+    assert {it.over for it in FIGURES if it.is_counter} == {Over.SUM, Over.MOST}
 
 
-def pool(state: str, leases: int, own: int, tokens: int) -> dict[str, Any]:
-    queued = {"tokens": own * 7, "requests": own}
-    tiers = [{"tier": "a", "held": {"tokens": leases * 10}, "queued": queued, "limit": {"tokens": None}}]
-    store = {"state": state, "own": {"leases": own, "waiting": 1}}
-    return {"capacity": {"tokens": tokens}, "leases": leases, "tiers": tiers, "store": store}
+def pool(state: str, leases: int) -> dict[str, Any]:
+    return {"capacity": {"tokens": 100}, "leases": leases, "store": {"state": state}}
 
 
-def test_a_pool_is_shown_as_the_store_has_it_and_without_the_store_as_the_sum_of_the_parts() -> None:
-    shared = merged_pool([pool("divided", 1, 1, 50), pool("shared", 5, 2, 100)])
-    assert (shared["leases"], shared["capacity"]["tokens"]) == (5, 100)
-    assert shared["store"]["own"] == {"leases": 3, "waiting": 2}
-    (tier,) = shared["tiers"]
-    assert (tier["held"], tier["queued"]) == ({"tokens": 50}, {"tokens": 21, "requests": 3})
-    lost = merged_pool([pool("divided", 1, 1, 50), pool("divided", 2, 2, 50)])
-    assert (lost["leases"], lost["capacity"]["tokens"]) == (3, 100)
-    queued = {"tokens": 21, "requests": 3}
-    assert lost["tiers"] == [{"tier": "a", "held": {"tokens": 30}, "queued": queued, "limit": {"tokens": None}}]
-
-
-@each("state", ["shared", "divided"])
-def test_the_shares_of_a_guarded_tier_are_shown_once_and_its_requests_are_added_up(state: str) -> None:
-    pools = [pool(state, 1, 1, 50) for _ in range(2)]
-    for number, one in enumerate(pools):
-        requests = {"met": 10 + number, "missed": number}
-        one["tiers"][0]["guard"] = {"share": 0.35, "held": 0.2, "requests": requests, "is_in_vain": number == 1}
-    (tier,) = merged_pool(pools)["tiers"]
-    requests = {"met": 21, "missed": 1}
-    assert tier["guard"] == {"share": 0.35, "held": 0.2, "requests": requests, "is_in_vain": True}
-
-
-def state(leases: int, *, draining: bool = False) -> dict[str, Any]:
+def state(leases: int) -> dict[str, Any]:
     return {
         "mode": "enforce",
-        "draining": draining,
+        "draining": False,
         "under_way": leases,
         "shadows": 0,
         "aborting": {"requests": 1, "tokens": 10},
         "background": 0,
-        "lease_sizes": {"of": leases},
     }
 
 
-def test_the_state_of_models_is_merged_model_by_model() -> None:
-    one, two = ({**state(n), "models": {"m": {"pool": pool("shared", 7, n, 100), "gain": n}}} for n in (3, 4))
-    merged = merged_state([{"worker": 1}, {"worker": 2}, {"worker": 3}], [one, two, None])
-    assert (merged["under_way"], merged["aborting"]) == (7, {"requests": 2, "tokens": 20})
-    assert merged["models"]["m"]["pool"]["leases"] == 7
-    assert merged["models"]["m"]["pool"]["store"]["own"]["leases"] == 7
-    assert "gain" not in merged["models"]["m"]
-    assert "lease_sizes" not in merged
-    assert [row.get("lease_sizes") for row in merged["workers"]] == [{"of": 3}, {"of": 4}, None]
-    assert [row.get("models") for row in merged["workers"]] == [{"m": {"gain": 3}}, {"m": {"gain": 4}}, None]
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_worker_that_was_started_again_by_another_policy_hides_none_of_the_others(*, is_first: bool) -> None:
-    shared = {**state(3), "pool": pool("shared", 5, 2, 100)}
-    other_tiers = pool("divided", 1, 1, 50)
-    other_tiers["tiers"] = [{**other_tiers["tiers"][0], "tier": name} for name in ("a", "b")]
-    passing = pool("divided", 1, 1, 50)
-    del passing["store"]
-    for pool_of_other in (other_tiers, passing):
-        answers = [shared, {**state(1), "pool": pool_of_other}]
-        merged = merged_state([{"worker": 1}, {"worker": 2}], answers if is_first else answers[::-1])
-        assert (merged["under_way"], merged["pool"]) == (4, shared["pool"])
-    with_models = {**state(1), "models": {"m": {"pool": pool("shared", 1, 1, 50)}}}
-    answers = [shared, with_models]
-    merged = merged_state([{"worker": 1}, {"worker": 2}], answers if is_first else answers[::-1])
-    assert (merged["under_way"], merged["pool"], "models" in merged) == (4, shared["pool"], False)
+@each("is_first", [True, False])
+def test_the_state_is_that_of_a_worker_that_shares_the_pool_and_each_workers_own_beside_it(*, is_first: bool) -> None:
+    shared, alone = {**state(3), "pool": pool("shared", 5)}, {**state(1), "pool": pool("divided", 1)}
+    answers = [shared, alone] if is_first else [alone, shared]
+    merged = merged_state([{"worker": 1}, {"worker": 2}, {"worker": 3}], [*answers, None])
+    assert (merged["under_way"], merged["aborting"], merged["pool"]) == (
+        4, {"requests": 2, "tokens": 20}, shared["pool"],
+    )  # fmt: skip
+    assert merged["workers"] == [{**answers[0], "worker": 1}, {**answers[1], "worker": 2}, {"worker": 3}]
 
 
 def test_without_any_answer_the_state_has_the_workers_alone() -> None:

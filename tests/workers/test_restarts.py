@@ -157,7 +157,7 @@ async def test_a_store_of_its_own_that_is_killed_is_started_again_and_the_worker
 
 async def shares(command: Command) -> bool:
     """Whether all have reported the requests that they have to the new store, and know of each other there."""
-    stores = [row["store"] for row in (await command.page("/state"))["workers"]]
+    stores = [row["pool"]["store"] for row in (await command.page("/state"))["workers"]]
     return all(store["replicas"] == 2 and not store["reason"].startswith("0 requests") for store in stores)
 
 

@@ -48,7 +48,7 @@ async def test_two_workers_share_one_pool_and_one_port_and_drain_together(tmp_pa
         state = await command.page("/state")
         assert state["pool"]["capacity"]["requests"] == 3
         assert state["pool"]["store"]["replicas"] == 2
-        assert sum(row["store"]["own"]["leases"] for row in state["workers"]) == 3
+        assert sum(row["pool"]["store"]["own"]["leases"] for row in state["workers"]) == 3
         command.signal(signal.SIGTERM)
         await until(lambda: draining(command), "it drains")
         assert await command.ask() == 503

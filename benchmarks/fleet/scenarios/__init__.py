@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.fleet.scenarios import cost, killed, replicas, rolling, slow, storm
+from benchmarks.fleet.scenarios import killed, replicas, rolling, slow, storm
 from benchmarks.fleet.setting import Setting
 from benchmarks.fleet.verdict import Verdict
 
@@ -25,5 +25,4 @@ SCENARIOS: Mapping[str, Scenario] = {
     "rolling": Scenario("rolling update of all engines by drain", rolling.run),
     "slow": Scenario("one engine four times slower than it says", slow.run),
     "storm": Scenario("a 503 storm and a flapping engine", storm.run),
-    "cost": Scenario("instructions of a request before 1 and 16 engines", cost.run),
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from benchmarks.peers.scenarios import backlog, disconnects, killed, lending, overload, skew, tokens, window
+from benchmarks.peers.scenarios import backlog, killed, lending, overload, tokens, window
 from benchmarks.peers.setting import Figure, Peer
 
 
@@ -32,9 +32,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "lending": Scenario(lending.TITLE, lending.play, Load.LIGHT),
     "tokens": Scenario(tokens.TITLE, tokens.play, Load.HEAVY),
     "window": Scenario(window.TITLE, window.play, Load.LIGHT),
-    "skew": Scenario(skew.TITLE, skew.play, Load.HEAVY),
     "killed": Scenario(killed.TITLE, killed.play, Load.HEAVY),
     "overload": Scenario(overload.TITLE, overload.play),
-    "disconnects": Scenario(disconnects.TITLE, disconnects.play, Load.LIGHT),
 }
 """In the order of the table. The cost of a request is measured in turns, by `cost.py`."""

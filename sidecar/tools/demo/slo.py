@@ -10,18 +10,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from sidecar.policy.compiler import load
 from sidecar.tools.demo.clients import Arrival, ArrivalStream, planned
 from sidecar.tools.demo.figures import Distribution, distribution
-from sidecar.tools.demo.runs import Ports, processes
+from sidecar.tools.demo.runs import Ports, commands, engine_flags, sidecar_flags
 from sidecar.tools.loadgen import Progress, Seen, play
 from sidecar.tools.text import table
 
 PLACES, TTFT_S, TPOT_S, HOLD = 128, 0.5, 0.060, "97%"
+STEP_MS, STEP_MS_PER_SEQUENCE = 20.0, 1.5
+"""20 ms a token alone, 60 ms among 26, 210 ms where it is full."""
 SECONDS = 20.0
 PEOPLE_PER_S = 4.0
 BATCH = 400
@@ -76,16 +79,17 @@ def arrivals(seconds: float, seed: int) -> list[Arrival]:
 
 
 @contextmanager
-def servers(*, has_page: bool) -> Iterator[Mapping[str, Ports]]:
-    """Starts an engine with the middleware for each run, and ends them. Raises CannotStart."""
-    with TemporaryDirectory() as folder:
-        kinds = []
-        for name, text in POLICIES.items():
-            path = Path(folder, f"{name}.yaml")
+def servers() -> Iterator[Mapping[str, Ports]]:
+    """Starts an engine with a sidecar before it for each run, and ends them. Raises CannotStart."""
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        paths = [Path(folder, f"{name}.yaml") for name in POLICIES]
+        for path, text in zip(paths, POLICIES.values(), strict=True):
             path.write_text(text, encoding="utf-8")
-            kinds.append(("slo-page" if has_page and name == HELD else "slo", str(path)))
-        with processes(kinds) as ports:
-            yield dict(zip(POLICIES, ports, strict=True))
+        flags = engine_flags(load(paths[0]), PLACES, STEP_MS, STEP_MS_PER_SEQUENCE, tokens_per_chunk=1)
+        engines = stack.enter_context(commands([flags] * len(paths)))
+        lines = [sidecar_flags(path, engine) for path, (engine,) in zip(paths, engines, strict=True)]
+        found = stack.enter_context(commands(lines))
+        yield {name: Ports(*ports) for name, ports in zip(POLICIES, found, strict=True)}
 
 
 def _asking(stream: ArrivalStream) -> tuple[Mapping[str, str], Mapping[str, object]]:
@@ -96,16 +100,12 @@ def play_run(
     name: str, port: int, coming: Sequence[Arrival], seconds: float, report: Callable[[float, Progress], None]
 ) -> SloMeasurement:
     """Plays the arrivals at one server, and measures what people saw of it."""
-    stalled_s = 0.0
-
-    def watch(elapsed_s: float, progress: Progress) -> None:
-        nonlocal stalled_s
-        stalled_s = progress.stalled_s
-        report(elapsed_s, progress)
-
+    progress = Progress()
     requests = [planned(arrival, _asking) for arrival in coming]
-    seen = asyncio.run(play([f"http://127.0.0.1:{port}"], requests, timeout_s=seconds, report=watch))
-    return measure(name, coming, seen, seconds, stalled_s)
+    seen = asyncio.run(
+        play([f"http://127.0.0.1:{port}"], requests, timeout_s=seconds, report=report, progress=progress)
+    )
+    return measure(name, coming, seen, seconds, progress.stalled_s)
 
 
 def measure(

@@ -42,9 +42,7 @@ def measured(alone: Sequence[Seen]) -> IdleSpeed | None:
 
 def predicted(model: EngineModel, outside_us: float = 0.0) -> IdleSpeed:
     """The speed of a model. `outside_us` is what a first token takes beside the engine's steps."""
-    whole, rest = divmod(PROMPT_TOKENS, model.chunk_tokens)
-    chunks = [model.chunk_tokens] * whole + [rest] * (rest > 0)
-    first_us = outside_us + sum(model.duration_us(1, tokens) for tokens in chunks)
+    first_us = outside_us + model.idle_first_us(PROMPT_TOKENS)
     return IdleSpeed(first_us / 1e6, model.duration_us(1, 0) / 1e6, PROMPT_TOKENS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
 
@@ -34,6 +35,8 @@ DIALECTS: Mapping[type[Engine], type[Dialect]] = {
     Dynamo: DynamoDialect,
 }
 
+LOG_PATH = "/_emulator/log"
+"""The record of every request."""
 PATHS = {
     "/v1/chat/completions": Api.CHAT,
     "/v1/completions": Api.COMPLETIONS,
@@ -86,6 +89,7 @@ class Emulator:
             _page("/v1/models", lambda: engine_pages.models(config, self.dialect, self._started)),
             _page("/health", self._health),
             _page("/_emulator", lambda: engine_pages.emulator_state(engine)),
+            _page(LOG_PATH, lambda: [asdict(served) for served in engine.log]),
             _page(metrics_path, lambda: Response(write(engine), media_type=engine_pages.Exposition.content_type)),
             _page("/openapi.json", lambda: engine_pages.openapi(config)),
         ]

@@ -121,6 +121,7 @@ async def play(
     *,
     timeout_s: float,
     report: Report | None = None,
+    progress: Progress | None = None,
     pick: random.Random | None = None,
 ) -> list[Seen]:
     """Sends all requests and returns what came back, in the order of `requests`.
@@ -131,11 +132,11 @@ async def play(
 
     Among several `urls` each request goes to one that `pick` chooses (by default with a fixed seed), so that they get
     uneven parts, as behind a load balancer that knows nothing of them. `report` is called about four times a second
-    with the seconds since the start, and once at the end. Canceling closes all connections at once, so that nothing is
-    left to do for the servers. Raises ValueError for an address or a header that cannot be one, and for a turn that is
-    to follow a later one, before anything is sent.
+    with the seconds since the start, and once at the end; `progress` is what it gets. Canceling closes all connections
+    at once, so that nothing is left to do for the servers. Raises ValueError for an address or a header that cannot be
+    one, and for a turn that is to follow a later one, before anything is sent.
     """
-    run = _Run(urls, requests, timeout_s, pick or random.Random(1))
+    run = _Run(urls, requests, timeout_s, pick or random.Random(1), progress or Progress())
     try:
         return await run.play(report)
     finally:
@@ -163,13 +164,20 @@ class _Exchange:
 
 
 class _Run:
-    def __init__(self, urls: Sequence[str], requests: Sequence[Planned], timeout_s: float, pick: random.Random) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        requests: Sequence[Planned],
+        timeout_s: float,
+        pick: random.Random,
+        progress: Progress,
+    ) -> None:
         targets = list(enumerate(Target.of(url) for url in urls))
         if any(planned.after is not None and planned.after not in range(i) for i, planned in enumerate(requests)):
             raise ValueError("a turn follows one that comes before it among the requests")
         self.exchanges = [_Exchange(planned, *pick.choice(targets)) for planned in requests]
         self.timeout_s = timeout_s
-        self.progress = Progress()
+        self.progress = progress
         self.began_s = 0.0
         self._connecting = asyncio.Semaphore(CONNECTING_AT_ONCE)
         self._tasks: dict[int, asyncio.Task[Seen]] = {}

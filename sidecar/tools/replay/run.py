@@ -100,18 +100,13 @@ async def play_run(run: PlannedRun, replayed: TraceReplay, report: Callable[[flo
     """Plays all requests once."""
     writer = replace(replayed.writer, salt=run.name)
     client = Progress()
-
-    def watch(elapsed_s: float, progress: Progress) -> None:
-        nonlocal client
-        client = progress
-        report(elapsed_s, progress)
-
     requests = plan(replayed.rows, replayed.row_tiers, writer, run.asking)
     seen = await play(
         run.urls,
         requests,
         timeout_s=replayed.timeout_s,
-        report=watch,
+        report=report,
+        progress=client,
         pick=random.Random(replayed.writer.seed),
     )
     asked = [row.input_tokens if row.session is None else None for row in replayed.rows]

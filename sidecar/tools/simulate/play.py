@@ -58,15 +58,10 @@ class SimulatedEngines:
         engines: int,
         loop: VirtualLoop,
         queue: Callable[[], JobQueue[Request]] = KeyQueue,
-        *,
-        preempts: bool = True,
-        admits_ahead: bool = False,
     ) -> None:
         self.model = model
         self.loop = loop
-        self.engines = [
-            StepEngine(model, queue(), preempts=preempts, admits_ahead=admits_ahead) for _ in range(engines)
-        ]
+        self.engines = [StepEngine(model, queue()) for _ in range(engines)]
 
     def send(self, request: Request, engine: int) -> None:
         """Sends a request to an engine."""

@@ -1,11 +1,9 @@
-"""Keys of a policy that a simulation uses, and why two policies may have the same figures in it."""
+"""Keys of a policy that a simulation uses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-from sidecar.tools.simulate.figures import RunResult
 
 _OF_A_PART = ("capacity.learn", "engines.affinity", "engines.capacity", "engines.prefill")
 USED = frozenset(("aging", "fair", "max_preemptions", "order", "tiers", *_OF_A_PART))
@@ -17,22 +15,7 @@ _Path = tuple[str, ...]
 
 def unused_keys(data: Mapping[str, Any]) -> list[str]:
     """The keys of a policy's file that no run uses, in their order."""
-    return [name for name in dict.fromkeys(_name(path) for path, _ in _leaves(data)) if name not in USED]
-
-
-def why_alike(one: Mapping[str, Any], other: Mapping[str, Any], runs: Sequence[RunResult]) -> str:
-    """Why two policies have the same figures in all of these runs, which are those of one of them."""
-    first, second = dict(_leaves(one)), dict(_leaves(other))
-    differing = [path for path in dict.fromkeys((*first, *second)) if first.get(path) != second.get(path)]
-    if not differing:
-        return "their files say the same"
-    used = [".".join(path) for path in differing if _name(path) in USED]
-    if not used:
-        names = dict.fromkeys(_name(path) for path in differing)
-        return f"they differ in {', '.join(names)} alone, which no run uses"
-    if not any(tier.queue_wait_s.max for run in runs for tier in run.tiers.values()):
-        return "no request had to wait, so nothing decides who is first; try a higher --scale"
-    return f"no request met what they differ in: {', '.join(used)}"
+    return [name for name in dict.fromkeys(map(_name, _leaves(data))) if name not in USED]
 
 
 def _name(path: _Path) -> str:
@@ -42,10 +25,10 @@ def _name(path: _Path) -> str:
     return ".".join(path[:2] if path[0] in _PARTS else path[:1])
 
 
-def _leaves(value: object, path: _Path = ()) -> Iterator[tuple[_Path, object]]:
-    """Every value of a file that holds no other, by its path."""
+def _leaves(value: object, path: _Path = ()) -> Iterator[_Path]:
+    """The path of every value of a file that holds no other."""
     if isinstance(value, Mapping) and (value or not path):
         for key, inner in value.items():
             yield from _leaves(inner, (*path, str(key)))
     else:
-        yield path, value
+        yield path

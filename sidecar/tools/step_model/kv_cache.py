@@ -21,14 +21,10 @@ nothing is ever found again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 BlockHash: TypeAlias = bytes
-
-
-PrefixChange: TypeAlias = Callable[[Literal["stored", "removed"], BlockHash, "BlockHash | None"], None]
-"""Is called after each change of what a prompt could hit: a block and, where it was stored, the one before it."""
 
 
 class Holding:
@@ -62,7 +58,6 @@ class KvCache:
         self.caches_prefixes = caches_prefixes
         self.blocks = capacity_tokens // block_tokens
         self.queried_tokens = self.hit_tokens = 0
-        self.on_change: PrefixChange | None = None
         self._private = 0
         self._holders: dict[BlockHash, int] = {}
         # The least recently used first. A dictionary would do, but to drop its first key again and again is O(n).
@@ -132,8 +127,6 @@ class KvCache:
                 continue  # the holder keeps a copy of its own, which is never found
             holding._private -= 1
             self._private -= 1
-            if self.on_change is not None and block not in self._idle:
-                self.on_change("stored", block, blocks[number - 1] if number else None)
             self._hold(block)
             holding._shared.append(block)
         holding._published = max(holding._published, full)
@@ -165,6 +158,4 @@ class KvCache:
 
     def _evict(self) -> None:
         while self._private + len(self._holders) + len(self._idle) > self.blocks:
-            block, _ = self._idle.popitem(last=False)
-            if self.on_change is not None:
-                self.on_change("removed", block, None)
+            self._idle.popitem(last=False)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from sidecar.policy.compiler import shipped_policies
-from sidecar.tools.demo.runs import RUNS, CannotStart, Sharing, servers
+from sidecar.tools.demo import runs
+from sidecar.tools.demo.runs import CannotStart, Sharing, commands
 
 
 def test_a_server_ends_when_the_demo_was_killed() -> None:
-    command = [sys.executable, "-m", "sidecar.tools.demo.server", "alone", str(shipped_policies())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert int(server.stdout.readline()) > 0
+    with runs._start(["emulate", "--engine", "vllm", "--port", "0"], None) as server:
+        assert runs._read_port(server) > 0
         assert server.stdin is not None
         server.stdin.close()  # what the kernel does for a process that was killed
         server.wait(10)
 
 
-def test_a_server_that_does_not_start_is_said_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with (
-        pytest.raises(CannotStart, match="its error is above"),
-        servers(RUNS[:1], tmp_path / "no policy", has_page=True),
-    ):
+def test_a_server_that_does_not_start_is_said_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CannotStart, match="its error is above"), commands([["serve", "--policy", "no policy"]]):
         raise AssertionError("it started")
     assert "no policy" in capfd.readouterr().err
 

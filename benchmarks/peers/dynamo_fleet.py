@@ -1,6 +1,6 @@
 """Dynamo before emulated engines: its frontend with the KV router, and a worker of ours for each engine.
 
-    python -m benchmarks.fleet_routers.dynamo_fleet --python DYNAMO_PYTHON --port PORT ENGINE_URL...
+    python -m benchmarks.peers.dynamo_fleet --python DYNAMO_PYTHON --port PORT ENGINE_URL...
 
 Run by `real.py`. Discovery is by files, requests go over TCP, so neither etcd nor NATS is needed. Where a worker ends,
 because its engine has, another is started as soon as the engine answers again, as an orchestrator does.
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
-from benchmarks.fleet_routers.four_byte_tokenizer import write_model
+from benchmarks.peers.four_byte_tokenizer import write_model
 
 WORKER = Path(__file__).with_name("dynamo_worker.py")
 LOOK_EVERY_S = 0.5

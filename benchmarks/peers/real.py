@@ -1,30 +1,14 @@
-"""Real routers before the emulated engines: installed in environments of their own, and started by one function.
+"""Real routers before the emulated engine: installed in environments of their own, and started by one function.
 
-    python -m benchmarks.fleet_routers.real NAME --port PORT WORKER_URL...      (installs NAME on its first run)
-
-| name | what it is | its rule |
-|---|---|---|
-| smg | SMG, the router that came out of SGLang's: `smg launch` | cache_aware, its own gate |
-| sglang-router | the last router under SGLang's name | cache_aware, 64 and 1.5 |
-| vllm-router | vLLM's router, a fork of SGLang's | cache_aware, 64 and 1.5 |
-| dynamo | Dynamo's frontend with its KV router; a process of ours registers each engine | kv |
-
-64 and 1.5: the cache counts no more where the largest load exceeds the smallest by more than 64 requests and by more
-than the factor 1.5. SMG 1.13 compares the matched engine with the mean of all instead, lowers the 64 to the natural
-swing of its load, and chooses otherwise by the expected wait, for which it reads /v1/loads every 10 s (`smg launch
---help`).
-
-Everything else is as it comes, but for what keeps a router on this machine: addresses of loopback, and no downloads of
-tokenizers. SMG and the vLLM router take engines of vLLM and SGLang, the SGLang router those of SGLang. The vLLM
-production stack's router and llm-d's are in no package registry: the one is installed from its repository, the other is
-a Go program in a container image.
+SMG (`smg launch`) routes by its rule cache_aware, with its own gate on the balance. Dynamo's frontend has its KV
+router; a process of ours registers the engine. Everything is as it comes, but for what keeps a router on this machine:
+addresses of loopback, and no downloads of tokenizers.
 
 Each is installed into $LAB/routers/NAME-VERSION, where LAB is ~/.cache/engine-lab if it is not set.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -44,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 READY_WITHIN_S = 60.0
 STOPS_WITHIN_S = 15.0
 NO_DOWNLOADS = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
-"""No one listens at the address: the SGLang router fetches a tokenizer by itself, and does without where it fails."""
+"""No one listens at the address."""
 RULE = ["--policy", "cache_aware", "--cache-threshold", "0.3"]
 RULE += ["--balance-abs-threshold", "64", "--balance-rel-threshold", "1.5"]
 
@@ -57,17 +41,14 @@ class Router:
     """One router: its package, how it is started from its environment, and how many engines it has registered.
 
     `skipped` are requirements of the package that are not installed, and `loosened` those whose version is not minded.
-    `engine` is the dialect of the emulator that it is tested with. `note` says what to know when its facts are read.
     """
 
     package: str
     version: str
     command: Command
     registered: Registered
-    engine: str = "sglang"
     skipped: Sequence[str] = ()
     loosened: Sequence[str] = ()
-    note: str = ""
 
 
 class NotInstalled(Exception):
@@ -93,18 +74,8 @@ def _smg(folder: Path, workers: Sequence[str], port: int) -> list[str]:
     return [str(folder / "bin" / "smg"), "launch", *_loopback(workers, port), *RULE, *quick]
 
 
-def _sglang_router(folder: Path, workers: Sequence[str], port: int) -> list[str]:
-    quick = ["--worker-startup-check-interval", "1"]
-    return [str(folder / "bin" / "sglang-router"), "launch", *_loopback(workers, port), *RULE, *quick]
-
-
-def _vllm_router(folder: Path, workers: Sequence[str], port: int) -> list[str]:
-    quick = ["--worker-startup-check-interval", "1"]
-    return [str(folder / "bin" / "vllm-router"), *_loopback(workers, port), *RULE, *quick]
-
-
 def _dynamo(folder: Path, workers: Sequence[str], port: int) -> list[str]:
-    fleet = [sys.executable, "-m", "benchmarks.fleet_routers.dynamo_fleet", "--python", str(folder / "bin" / "python")]
+    fleet = [sys.executable, "-m", "benchmarks.peers.dynamo_fleet", "--python", str(folder / "bin" / "python")]
     return [*fleet, "--port", str(port), *workers]
 
 
@@ -120,18 +91,14 @@ def _dynamo_instances(url: str) -> int:
 
 ROUTERS: Mapping[str, Router] = {
     "smg": Router("smg", "1.13.0", _smg, _healthy_workers),
-    "sglang-router": Router("sglang-router", "0.3.2", _sglang_router, _healthy_workers),
-    "vllm-router": Router("vllm-router", "0.1.17", _vllm_router, _healthy_workers, engine="vllm"),
     # aisimulate is a placeholder that fetches its wheel elsewhere, and is wanted for the option --ais-perf-model alone.
     "dynamo": Router(
         "ai-dynamo",
         "1.6.1",
         _dynamo,
         _dynamo_instances,
-        engine="vllm",
         skipped=["aisimulate"],
         loosened=["certifi"],
-        note="our worker decides what reaches an engine and what its 503 becomes (HttpError); it dies with its engine",
     ),
 }
 
@@ -263,29 +230,3 @@ def _wait(name: str, process: subprocess.Popen[bytes], workers: int, port: int) 
 def _json(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=2.0) as response:
         return json.load(response)
-
-
-def main() -> int:
-    """Installs and runs one until Ctrl-C."""
-    parser = argparse.ArgumentParser(description="a real router before emulated engines")
-    parser.add_argument("name", choices=[*ROUTERS])
-    parser.add_argument("workers", nargs="+", metavar="WORKER_URL")
-    parser.add_argument("--port", type=int, required=True)
-    args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        process = start(args.name, args.workers, args.port)
-    except (NotInstalled, NotReady) as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(f"{args.name} on http://127.0.0.1:{args.port}, log in {log_of(args.name, args.port)}", flush=True)
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        stop(process)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
