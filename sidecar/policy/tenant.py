@@ -74,10 +74,10 @@ def _by_model(models: dict[str, AccountLimits] | None) -> Mapping[str, AccountLi
 class LimitsHours:
     """Limits of a tenant in some hours. A key that is left out is as at other times."""
 
-    requests_per_minute: of.RateCount | None = key(None, "The `requests_per_minute` then.", 60)
-    tokens_per_minute: of.RateCount | None = key(None, "The `tokens_per_minute`.", "20k")
-    concurrent_requests: of.PositiveCount | None = key(None, "The `concurrent_requests`.", 4)
-    max_output_tokens: of.PositiveCount | None = key(None, "The `max_output_tokens`.", 1024)
+    requests_per_minute: of.RateCount | None = key(None, "Requests per minute.", 60)
+    tokens_per_minute: of.RateCount | None = key(None, "Tokens per minute, prompts and answers.", "20k")
+    concurrent_requests: of.PositiveCount | None = key(None, "Requests at once, waiting or running.", 4)
+    max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 1024)
 
 
 _HOURS = of.mapped('{"mon-fri 08:00-18:00 Europe/Berlin": {requests_per_minute: 60}}')
