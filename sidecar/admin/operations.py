@@ -163,7 +163,7 @@ OPERATIONS = (
         "GET",
         "/requests",
         "request",
-        "One request: its end, and why. For an id with any characters.",
+        "One request: its end, and why, for an id with any characters.",
         {200: _json("Explanation", "Its explanation."), 404: (_NO_REQUEST,)},
         [_in_query("id", _ID_SAYS, TEXT, required=True)],
         is_of_a_pool=True,
@@ -242,7 +242,7 @@ OPERATIONS = (
         "POST",
         "/tenants",
         "putTenant",
-        "Writes a tenant to the store. It is in force here at once, and on all replicas within a second.",
+        "Writes a tenant to the store: in force here at once, on all replicas within a second.",
         {
             200: _json("Tenants", "It is written (`replace=true`)."),
             201: _json("Tenants", "It is written."),
@@ -264,7 +264,7 @@ OPERATIONS = (
         "POST",
         "/tenants/{name}/keys",
         "addKey",
-        "Adds a key to a tenant in the store. It is in force here at once, and on all replicas within a second.",
+        "Adds a key to a tenant in the store.",
         {
             201: _json("Tenants", "The tenant, with its keys."),
             400: ("invalid_tenant: a line for each mistake",),

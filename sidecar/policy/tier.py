@@ -173,7 +173,7 @@ class TierBody:
     gain: Annotated[Gain, OrDefault(_NO_GAIN)] = key(
         None, "The worth of a token in time. Needs `slo` with `ttft` and `tpot`."
     )
-    queue: Annotated[Queue, OrDefault(_NO_BOUNDS)] = key(None, "How much may wait in this tier. Default: no bounds.")
+    queue: Annotated[Queue, OrDefault(_NO_BOUNDS)] = key(None, "How much may wait in this tier.")
     default_output_tokens: of.PositiveCount = key(
         512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
         "The output assumed of a request without a maximum, until usage says better.",
@@ -186,7 +186,7 @@ class TierBody:
         compare=False,
     )
     max_request_tokens: of.PositiveCount | None = key(
-        None, "The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).", "32k"
+        None, "The most tokens one request may hold. Default: the tier's size limit.", "32k"
     )
 
     hours: Annotated[ByHours[TierHours], ReadAs(Annotated[dict[HoursText, TierHours], _HOURS] | None, not_too_many)] = (
