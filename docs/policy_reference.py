@@ -38,9 +38,9 @@ anonymous: normal
 tenants: tenants/*.yaml
 ```
 
-`sidecar check` says what is wrong with a policy; [policies/](../policies/) has commented examples, and JSON Schemas for
-editors. Shares are written `20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`. In brackets stands
-a key's default (of several values the bold one), or how a value is written.
+[policies/](../policies/) has commented examples, and JSON Schemas for editors. Shares are written `20%`, durations
+`500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`. In brackets stands a key's default (of several values the bold
+one), or how a value is written.
 """
 
 _Schema = dict[str, Any]

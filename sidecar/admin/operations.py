@@ -108,7 +108,11 @@ OPERATIONS = (
         is_open=True,
     ),
     Operation(
-        "GET", PATH, "description", "The description of this port.", {200: PageAnswer("OpenAPI 3.1.", _DESCRIPTION)}
+        "GET",
+        PATH,
+        "description",
+        "The description of this port: every field and error.",
+        {200: PageAnswer("OpenAPI 3.1.", _DESCRIPTION)},
     ),
     Operation("GET", "/state", "state", "The process and its pool.", {200: _json("State", "At this moment.")}),
     Operation(
