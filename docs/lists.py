@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from sidecar import errors
@@ -22,6 +23,7 @@ from sidecar.telemetry.metrics.tenants import TenantCounts
 
 DOCS = Path(__file__).parent
 _LIST = re.compile(r"(<!-- list: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_UNIT = re.compile(r"^(Tokens|Requests) ")
 
 
 def error_rows() -> Iterator[str]:
@@ -68,11 +70,16 @@ TOPICS = {
 
 
 def metric_rows(topic: str) -> Iterator[str]:
-    """The metrics of one topic: name, kind unless it is a gauge, unit, labels and meaning."""
-    for name, traits, meaning in _metrics():
-        if next(one for one, names in TOPICS.items() if names.match(name)) == topic:
-            listed = f" ({', '.join(traits)})" if traits else ""
-            yield f"- `{name}`{listed}: {meaning}"
+    """The metrics of one topic: name, kind unless it is a gauge, unit, labels and meaning.
+
+    An amount's two metrics, its tokens and its requests, are one row.
+    """
+    of_topic = (row for row in _metrics() if next(one for one, names in TOPICS.items() if names.match(row[0])) == topic)
+    for meaning, rows in groupby(of_topic, lambda row: _UNIT.sub("Tokens and requests ", row[2])):
+        (_, traits, alone), *requests = same = list(rows)
+        names = ", ".join(f"`{name}`" for name, _, _ in same)
+        listed = f" ({', '.join(traits)})" if traits else ""
+        yield f"- {names}{listed}: {meaning if requests else alone}"
 
 
 def _metrics() -> Iterator[tuple[str, list[str], str]]:

@@ -38,9 +38,9 @@ anonymous: normal
 tenants: tenants/*.yaml
 ```
 
-`sidecar check` says what is wrong with a policy; [policies/](../policies/) has commented examples, and JSON Schemas for
-editors. Shares are written `20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`. In brackets stands
-a key's default (of several values the bold one), or how a value is written.
+[policies/](../policies/) has commented examples, and JSON Schemas for editors. Shares are written `20%`, durations
+`500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`. In brackets stands a key's default (of several values the bold
+one), or how a value is written.
 """
 
 _Schema = dict[str, Any]
@@ -60,16 +60,23 @@ def reference_text() -> str:
 
 _Paths = dict[str, tuple[str, ...]]
 _NAME = re.compile(r"- (`\w+`)")
+_EXAMPLE = " (e.g. "
+_FORM = re.compile(r" \([^:]*\)(?=: )")
 
 
 def _folded(lines: Iterable[str], written: dict[str, str]) -> Iterator[str]:
-    """The lines, but for keys that an earlier section has in the same words: one line names them, and that section."""
+    """The lines, but for keys that an earlier section has in the same words: one line names them, and that section.
+
+    A key that has only an example where the earlier one has a default is folded, too.
+    """
     section, repeated = "", list[str]()
     for line in lines:
         if line.startswith("### "):
             section = line.strip("#`\n ")
-        if written.setdefault(line, section) != section and _NAME.match(line):
-            repeated.append(line)
+        words = _FORM.sub("", line) if _EXAMPLE in line else line
+        written.setdefault(_FORM.sub("", line), section)
+        if written.setdefault(words, section) != section and _NAME.match(line):
+            repeated.append(words)
             continue
         if repeated:
             names = ", ".join(_NAME.findall("\n".join(repeated)))

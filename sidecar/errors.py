@@ -95,7 +95,7 @@ class HeadTimeout(BadRequest):
 
 
 class RequestTooLarge(BadRequest):
-    """More tokens, or more sequences, than the tier's size limit, which the message names. It never waits."""
+    """More tokens, or more sequences, than the tier's size limit, which the message names."""
 
     code = "request_too_large"
     never_fits = True
@@ -144,7 +144,7 @@ class InvalidApiKey(AdmissionError):
 
 
 class ExpiredApiKey(InvalidApiKey):
-    """The key has ended: its `expires` in the tenant's file is past. The message has the key's name."""
+    """The key's `expires` is past. The message has its name."""
 
     code = "expired_api_key"
 
@@ -156,19 +156,19 @@ class InvalidToken(InvalidApiKey):
 
 
 class UnknownTenant(InvalidApiKey):
-    """The gateway before the sidecar, or the app around it, named a tenant or a tier that the policy does not have."""
+    """The gateway, or the app around the middleware, named a tenant or a tier that the policy does not have."""
 
     code = "unknown_tenant"
 
 
 class BackgroundNotAllowed(BadRequest):
-    """A response that would run on after its answer, where the policy says `background: refuse`."""
+    """`background: true`, where the policy says `background: refuse`."""
 
     code = "background_not_allowed"
 
 
 class NotGuarded(BadRequest):
-    """A path that the policy does not guard, and does not let pass (`unguarded`); the message says how to guard it."""
+    """A path that is not guarded, and does not pass (`unguarded`); the message says how to guard it."""
 
     status = 404
     code = "not_guarded"
@@ -224,7 +224,7 @@ class TenantLimit(AdmissionError):
 
 
 class EngineUnreachable(AdmissionError):
-    """The engine could not be reached, or broke off before it answered; the tenant is charged nothing.
+    """The engine could not be reached, or broke off before it answered.
 
     `trouble` says what is wrong, with the engine's address: for the operator, and never for the client. `is_connected`
     says that there was a connection.
@@ -243,7 +243,7 @@ class EngineUnreachable(AdmissionError):
 
 
 class EngineTimeout(AdmissionError):
-    """The engine took longer than `timeouts` allow; the tenant is charged nothing."""
+    """The engine took longer than `timeouts` allow."""
 
     status = 504
     code = "engine_timeout"
@@ -251,7 +251,7 @@ class EngineTimeout(AdmissionError):
 
 
 class DeadlinePassed(AdmissionError):
-    """Its `x-admission-deadline` passed before it was admitted; the tenant is charged nothing."""
+    """Its `x-admission-deadline` passed before it was admitted."""
 
     status = 504
     code = "deadline"
@@ -320,7 +320,7 @@ class StoreUnavailable(Unavailable):
 
 
 class TenantsUnavailable(Unavailable):
-    """The tenants in the store have not been read since the process began, and no file has the one of the request."""
+    """The tenants in the store have not been read since the start, and no file has the one of the request."""
 
     code = "tenants_unavailable"
 
@@ -332,7 +332,7 @@ class IssuerUnavailable(Unavailable):
 
 
 class CapacityUnknown(Unavailable):
-    """The pool's size is read from the engine (`capacity: {from: engine}`), and was not read yet."""
+    """The pool's size is read from the engine, and was not read yet."""
 
     code = "capacity_unknown"
 

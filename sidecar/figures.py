@@ -73,11 +73,11 @@ def counted(name: str, help_: str, labels: tuple[str, ...] = (), unit: str = REQ
     return field(default_factory=partial(defaultdict, int) if labels else int, metadata={"figure": figure})
 
 
-def amounts(name: str, of_tokens: str, of_requests: str, over: Over = Over.MOST) -> msgspec.Meta:
-    """The annotation of a field with tokens and requests: two gauges."""
-    tokens = Figure(f"{name}.tokens", of_tokens, TOKENS, over)
-    requests = Figure(f"{name}.requests", of_requests, REQUESTS, over)
-    return _meta(f"{of_tokens} {of_requests}", {"tokens": tokens, "requests": requests})
+def amounts(name: str, beyond_its_unit: str, over: Over = Over.MOST) -> msgspec.Meta:
+    """The annotation of a field with tokens and requests: two gauges. `beyond_its_unit` is the help after that word."""
+    tokens = Figure(f"{name}.tokens", f"Tokens {beyond_its_unit}", TOKENS, over)
+    requests = Figure(f"{name}.requests", f"Requests {beyond_its_unit}", REQUESTS, over)
+    return _meta(f"Tokens and requests {beyond_its_unit}", {"tokens": tokens, "requests": requests})
 
 
 def _meta(description: str, figures: Mapping[str, Figure]) -> msgspec.Meta:

@@ -16,6 +16,8 @@ ELSEWHERE = ("http://", "https://", "mailto:")
 README_WORDS = 900
 RELEASE_WORDS = 600
 """The most that a reader takes in before a first try: about four minutes. Counted as `wc -w` counts, code included."""
+DOCS_PAGES, DOCS_WORDS = 14, 25_000
+"""The most that one person keeps true."""
 PRIVATE = {
     "admission controller, the middleware, the proxy": r"doors?|house|lookout",
     "request, ticket, lease": r"(?:an|the|whole) exchange|exchanges|(?:a|its|the|whole) stay|strangers?",
@@ -107,6 +109,12 @@ def test_a_private_word_is_found() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
+
+
+def test_the_docs_are_few_pages_of_few_words_beside_their_index() -> None:
+    texts = [page.read_text(encoding="utf-8") for page in pages(DOCS)]
+    assert len(texts) - 1 <= DOCS_PAGES
+    assert sum(len(text.split()) for text in texts) <= DOCS_WORDS
 
 
 def test_a_release_has_few_words_in_the_changelog() -> None:

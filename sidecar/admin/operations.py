@@ -108,7 +108,11 @@ OPERATIONS = (
         is_open=True,
     ),
     Operation(
-        "GET", PATH, "description", "The description of this port.", {200: PageAnswer("OpenAPI 3.1.", _DESCRIPTION)}
+        "GET",
+        PATH,
+        "description",
+        "The description of this port: every field and error.",
+        {200: PageAnswer("OpenAPI 3.1.", _DESCRIPTION)},
     ),
     Operation("GET", "/state", "state", "The process and its pool.", {200: _json("State", "At this moment.")}),
     Operation(
@@ -163,7 +167,7 @@ OPERATIONS = (
         "GET",
         "/requests",
         "request",
-        "One request: its end, and why. For an id with any characters.",
+        "One request: its end, and why, for an id with any characters.",
         {200: _json("Explanation", "Its explanation."), 404: (_NO_REQUEST,)},
         [_in_query("id", _ID_SAYS, TEXT, required=True)],
         is_of_a_pool=True,
@@ -242,7 +246,7 @@ OPERATIONS = (
         "POST",
         "/tenants",
         "putTenant",
-        "Writes a tenant to the store. It is in force here at once, and on all replicas within a second.",
+        "Writes a tenant to the store: in force here at once, on all replicas within a second.",
         {
             200: _json("Tenants", "It is written (`replace=true`)."),
             201: _json("Tenants", "It is written."),
@@ -264,7 +268,7 @@ OPERATIONS = (
         "POST",
         "/tenants/{name}/keys",
         "addKey",
-        "Adds a key to a tenant in the store. It is in force here at once, and on all replicas within a second.",
+        "Adds a key to a tenant in the store.",
         {
             201: _json("Tenants", "The tenant, with its keys."),
             400: ("invalid_tenant: a line for each mistake",),

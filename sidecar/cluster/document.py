@@ -52,12 +52,7 @@ class TierWaits(msgspec.Struct, frozen=True):
     tier: str
     queued: Annotated[
         Amount,
-        amounts(
-            "admission.queue",
-            "Tokens of the requests that wait in this process.",
-            "Requests that wait in this process.",
-            Over.SUM,
-        ),
+        amounts("admission.queue", "waiting in this process.", Over.SUM),
     ]
     oldest: OldestWaiter | None = None
     is_at_limit: bool = False
@@ -118,14 +113,14 @@ class TierShare(msgspec.Struct, frozen=True):
     """Room of the pool that one tier holds, and may hold."""
 
     tier: str
-    held: Annotated[Amount, amounts("admission.held", "Tokens held by leases.", "Requests held by leases.")]
+    held: Annotated[Amount, amounts("admission.held", "held by leases.")]
     reserve: Annotated[
         Amount,
-        amounts("admission.reserve", "Tokens reserved for the tier.", "Requests reserved for the tier."),
+        amounts("admission.reserve", "reserved for the tier."),
     ]
     limit: Annotated[
         Amount,
-        amounts("admission.limit", "The most tokens the tier may hold.", "The most requests the tier may hold."),
+        amounts("admission.limit", "that the tier may hold at most."),
     ]
     borrowed_tokens: Annotated[
         int,
@@ -176,7 +171,7 @@ class PoolFigures(msgspec.Struct, frozen=True):
     ]
     capacity: Annotated[
         Amount,
-        amounts("admission.capacity", "Tokens that the pool has.", "Requests that the pool has room for."),
+        amounts("admission.capacity", "that the pool has room for."),
     ]
     wanted: Annotated[
         float | None,
@@ -188,10 +183,7 @@ class PoolFigures(msgspec.Struct, frozen=True):
     aborting: Annotated[
         Amount,
         amounts(
-            "admission.aborting",
-            "Tokens of requests of this process that ended early, until the engine has aborted them.",
-            "Number of these requests.",
-            Over.SUM,
+            "admission.aborting", "held after an early end in this process, until the engine has aborted it.", Over.SUM
         ),
     ] = Amount(0, 0)
     replicas: Annotated[int | None, gauge("admission.replicas", "Processes that share the pool.", "{replica}")] = None

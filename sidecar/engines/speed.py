@@ -122,14 +122,14 @@ class EngineSpeedDocument(msgspec.Struct, frozen=True):
         float | None,
         gauge(
             "admission.engine.prediction_error.first_token",
-            "Mean error of the predicted times to first tokens, in parts of the larger of both times.",
+            "Mean error of predicted times to first tokens, in parts of the larger time.",
         ),
     ]
     token_error: Annotated[
         float | None,
         gauge(
             "admission.engine.prediction_error.between_tokens",
-            "Mean error of the predicted times between tokens, in parts of the larger of both times.",
+            "Mean error of predicted times between tokens, in parts of the larger time.",
         ),
     ]
 

@@ -60,22 +60,14 @@ class EngineDocument(msgspec.Struct, frozen=True):
     draining: bool
     capacity: Annotated[
         Amount | None,
-        amounts(
-            "admission.engine.capacity",
-            "Tokens of the engine, whole, also in a slow start.",
-            "Requests that the engine has room for.",
-        ),
+        amounts("admission.engine.capacity", "that the engine has room for, all of them also in a slow start."),
     ]
     effective: Amount
     prefill: int | None
     speed: float
     held: Annotated[
         Amount,
-        amounts(
-            "admission.engine.held",
-            "Tokens that leases hold on the engine.",
-            "Requests that leases hold on the engine.",
-        ),
+        amounts("admission.engine.held", "that leases hold on the engine."),
     ]
     unprefilled_tokens: Annotated[
         int,

@@ -26,7 +26,7 @@ way to the middleware and back; with two, vLLM on the CPU kept its throughput (b
 class Capacity:
     """The capacity of the engine. One of the two is enough; a request must fit in both.
 
-    With `from: engine` what is not written is read from the engine every second; the last good value stays.
+    With `from: engine` what is not written is read from the engine every second.
     """
 
     read_from: Annotated[CapacitySource, of.Choice(CapacitySource, "source of a capacity")] | None = key(

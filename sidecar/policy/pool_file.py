@@ -86,7 +86,7 @@ class PoolFile:
     )
     capacity: Capacity | None = key(
         None,
-        "The engine's size. Required without `engines`, which have sizes of their own.",
+        "The engine's size. With `engines` each has its own.",
         {"tokens": "400k", "requests": 160},
     )
     engines: FleetPolicy | None = key(
@@ -96,18 +96,17 @@ class PoolFile:
     )
     models: Annotated[Mapping[str, ModelPolicy], ReadAs(_Models | None, _frozen)] = key(
         None,
-        "A pool of its own for each model, chosen by the body's `model`. Default: one pool, whatever the model.",
+        "A pool of its own for each model, chosen by the body's `model`. Default: one for all.",
         {"llama-70b": {"engines": ["a", "b"]}},
     )
     aliases: Annotated[Mapping[str, ModelAlias], ReadAs(_Aliases | None, _frozen)] = key(
         None,
-        "Names of models that clients send and no engine knows: each is replaced on the way, and back in the answer.",
+        "Names of models that clients send and no engine knows: replaced on the way, and back in the answer.",
         {"gpt-4o": {"as": "llama-70b"}},
     )
     cost: TokenCost | None = key(
         None,
-        "Weights of tokens in tenants' limits, budgets and fair shares, where a model has none of its own. Default: "
-        "each counts as one.",
+        "Weights of tokens in tenants' limits, budgets and fair shares, where a model has none of its own.",
         {"input": 1, "cached": 0.1, "output": 4},
     )
     aging: Aging | None = key(None, "How a waiting request rises. Default: it does not.")
@@ -143,7 +142,7 @@ class PoolFile:
     )
     keep_alive_s: of.PositiveSeconds | None = key(
         None,
-        "How often a streaming client that queues gets a comment, which keeps its connection open. Default: never.",
+        "How often a waiting stream gets a comment, which keeps its connection open. Default: never.",
         "15s",
     )
     trace_waits_s: of.Seconds = key(
@@ -196,8 +195,7 @@ class PoolFile:
     public: of.PathList | None = key(
         None,  # load balancers ask whether the engine lives; nothing else is for who has no key
         "With `unguarded: deny` and `anonymous: deny`: the paths that may be read without a key. Default: the "
-        "engine's liveness page; with another `anonymous`, every path. The engine's metrics and settings are "
-        "shown only if named here.",
+        "engine's liveness page. The engine's metrics and settings are shown only if named here.",
         ["/health", "/metrics"],
     )
     background: Annotated[Background, of.Choice(Background)] = key(
@@ -245,12 +243,11 @@ class PoolFile:
     )
     disconnect_grace_s: of.Seconds = key(
         "2s",
-        "How long an app may go on after its client's disconnect. Then the request counts as ended, and holds "
-        "its room for `abort_latency`.",
+        "How long an app may go on after its client's disconnect, before `abort_latency` begins.",
     )
     abort_latency_s: of.Seconds | None = key(
         None,
-        "How long a request keeps its room after a disconnect, as the engine computes on. Default: the engine's own.",
+        "How long a request keeps its room after a disconnect. Default: the engine's own.",
         "4s",
     )
     tokenizer: of.ExistingFile | None = key(
@@ -259,7 +256,7 @@ class PoolFile:
     store: of.StoreAt | None = key(
         None,
         "The store that replicas share: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://. "
-        "SIDECAR_STORE goes before it, and is better for a password.",
+        "SIDECAR_STORE goes before it.",
         "redis://127.0.0.1:6379/0",
         is_fixed=True,
     )

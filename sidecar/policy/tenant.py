@@ -50,9 +50,7 @@ class RateLimits:
 class AccountLimits(RateLimits):
     """Limits of one account, such as a tenant's at one model. Each is unlimited if left out."""
 
-    tokens_per_day: of.BudgetCount | None = key(
-        None, "Tokens per day, prompts and answers, from midnight to midnight in UTC. It needs a store.", "20M"
-    )
+    tokens_per_day: of.BudgetCount | None = key(None, "Tokens per day, in UTC. It needs a store.", "20M")
     tokens_per_month: of.BudgetCount | None = key(None, "Tokens per calendar month, in UTC. It needs a store.", "400M")
 
     @property
@@ -74,10 +72,10 @@ def _by_model(models: dict[str, AccountLimits] | None) -> Mapping[str, AccountLi
 class LimitsHours:
     """Limits of a tenant in some hours. A key that is left out is as at other times."""
 
-    requests_per_minute: of.RateCount | None = key(None, "The `requests_per_minute` then.", 60)
-    tokens_per_minute: of.RateCount | None = key(None, "The `tokens_per_minute`.", "20k")
-    concurrent_requests: of.PositiveCount | None = key(None, "The `concurrent_requests`.", 4)
-    max_output_tokens: of.PositiveCount | None = key(None, "The `max_output_tokens`.", 1024)
+    requests_per_minute: of.RateCount | None = key(None, "Requests per minute.", 60)
+    tokens_per_minute: of.RateCount | None = key(None, "Tokens per minute, prompts and answers.", "20k")
+    concurrent_requests: of.PositiveCount | None = key(None, "Requests at once, waiting or running.", 4)
+    max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 1024)
 
 
 _HOURS = of.mapped('{"mon-fri 08:00-18:00 Europe/Berlin": {requests_per_minute: 60}}')
@@ -98,7 +96,7 @@ class Limits(AccountLimits):
         ByHours[LimitsHours], ReadAs(Annotated[dict[HoursText, LimitsHours], _HOURS] | None, not_too_many)
     ] = key(
         None,
-        "Other limits by days and hours, as those of a tier. The first that covers the time counts.",
+        "Other limits by days and hours, as those of a tier.",
         {"mon-fri 08:00-18:00 Europe/Berlin": {"requests_per_minute": 60}},
     )
 
@@ -143,7 +141,7 @@ class Users:
         "Users who wait take turns, by tokens. All requests that name none count as one user.",
     )
     limits: Annotated[RateLimits, OrDefault(NO_RATE_LIMITS)] = key(
-        None, "Limits of each user, beside the tenant's own. Default: none."
+        None, "Limits of each user, beside the tenant's own."
     )
     most: of.PositiveCount = key(
         "10k",  # a few MB in the store
@@ -152,7 +150,7 @@ class Users:
         name="max",
     )
     shown: Annotated[ShownUsers, of.Choice(ShownUsers)] = key(
-        "hashed", "How explain and the log show a user: `hashed`, or `plain` for the name."
+        "hashed", "How explain and the log show a user: by a hash, or by the name."
     )
 
     @model_validator(mode="after")
@@ -176,8 +174,8 @@ class Tenant:
     name: of.TenantName = key(..., "The tenant's name, unique in the pool.", "acme", name="tenant")
     keys: TenantKeys | None = key(
         None,
-        "Hashes of its API keys, from `sidecar keys new`, or mappings with more about each. May be left out where the "
-        "pool's file has `jwt` or `gateway`; `[]` where the app names the tenant.",
+        "Its API keys. May be left out where the pool's file has `jwt` or `gateway`; `[]` where the app names the "
+        "tenant.",
         ["sha256:..."],
         compare=False,
     )
@@ -195,11 +193,11 @@ class Tenant:
         "The models it may use, by the names that clients send; `*` is any characters. Another is a 404.",
         ["llama-70b", "qwen*"],
     )
-    limits: Annotated[Limits, OrDefault(NO_LIMITS)] = key(None, "Its own limits. Default: none.")
+    limits: Annotated[Limits, OrDefault(NO_LIMITS)] = key(None, "Its own limits.")
     downgrade_level: of.OverLimit | None = key(
         None, "Over a limit: `reject` (the default), or {downgrade: TIER}.", name="over_limit"
     )
-    users: Users | None = key(None, "Its end users: turns and limits of their own. Default: none.")
+    users: Users | None = key(None, "Its end users: turns and limits of their own.")
 
     @property
     def account(self) -> Account:

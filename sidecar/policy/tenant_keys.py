@@ -97,7 +97,7 @@ class TenantKey:
     name: _KeyName | None = key(None, "Its name in the log, in spans and in `sidecar keys list`.", "ci")
     expires_s: _Expiry | None = key(
         None,
-        "Its last day, which ends at midnight in UTC, or the time of its end, with a zone. Default: it has no end.",
+        "Its last day, in UTC, or the time of its end, with a zone. Default: never.",
         "2027-01-31",
     )
     level: of.Level | None = key(

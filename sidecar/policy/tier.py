@@ -97,7 +97,7 @@ class Timeouts:
 
     first_byte_s: of.PositiveSeconds = key(
         "10m",  # a prompt of a million tokens is read in less; and OpenAI's and Anthropic's clients wait no longer
-        "From admission to the first byte of an answer that streams. Any other comes in one piece, at its end.",
+        "From admission to the first byte of a stream; any other answer has only `total`.",
         "30s",
     )
     between_bytes_s: of.PositiveSeconds = key(
@@ -136,9 +136,9 @@ class TierTimeouts:
 class TierHours:
     """Shares of a tier in some hours. A key that is left out is as at other times."""
 
-    reserve: of.Share | None = key(None, "The tier's `reserve` then.", "20%")
-    lend: of.Share | None = key(None, "Its `lend`.", "50%")
-    limit: of.Share | None = key(None, "Its `limit`.", "10%")
+    reserve: of.Share | None = key(None, "The part of the pool this tier can always get back.", "20%")
+    lend: of.Share | None = key(None, "How much of the unused reserve less important tiers may use meanwhile.", "50%")
+    limit: of.Share | None = key(None, "The most of the pool this tier may ever hold.", "10%")
 
 
 _HOURS = of.mapped('{"mon-fri 08:00-18:00 Europe/Berlin": {limit: 10%}}')
@@ -173,7 +173,7 @@ class TierBody:
     gain: Annotated[Gain, OrDefault(_NO_GAIN)] = key(
         None, "The worth of a token in time. Needs `slo` with `ttft` and `tpot`."
     )
-    queue: Annotated[Queue, OrDefault(_NO_BOUNDS)] = key(None, "How much may wait in this tier. Default: no bounds.")
+    queue: Annotated[Queue, OrDefault(_NO_BOUNDS)] = key(None, "How much may wait in this tier.")
     default_output_tokens: of.PositiveCount = key(
         512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
         "The output assumed of a request without a maximum, until usage says better.",
@@ -186,7 +186,7 @@ class TierBody:
         compare=False,
     )
     max_request_tokens: of.PositiveCount | None = key(
-        None, "The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).", "32k"
+        None, "The most tokens one request may hold. Default: the tier's size limit.", "32k"
     )
 
     hours: Annotated[ByHours[TierHours], ReadAs(Annotated[dict[HoursText, TierHours], _HOURS] | None, not_too_many)] = (

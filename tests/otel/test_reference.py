@@ -12,7 +12,7 @@ from tests.support.nesting import refused_by_nesting
 
 PAGE = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
 CODE = [module.read_text(encoding="utf-8") for module in sorted((ROOT / "sidecar").rglob("*.py"))]
-ROW = re.compile(r"^- `(admission\.[\w.]+)`(?: \(([^)]*)\))?: ", re.MULTILINE)
+ROW = re.compile(r"^- (`admission\.[^(:]+`)(?: \(([^)]*)\))?: ", re.MULTILINE)
 EVERYWHERE = {"__name__", "job", "instance", "le", semconv.POOL.replace(".", "_")}
 
 
@@ -33,10 +33,11 @@ def listed(topic: str) -> dict[str, Listed]:
     """The metrics of a list, by the names of their series."""
     text = PAGE.split(f"<!-- list: {topic} -->", 1)[1].split("<!-- end -->", 1)[0]
     found = {}
-    for name, traits in ROW.findall(text):
+    for names, traits in ROW.findall(text):
         kind = next((one for one in ("counter", "histogram") if one in traits.split(", ")), "gauge")
         unit = "s" if "s" in traits.split(", ") else ""
-        found[in_prometheus(name, kind, unit)] = Listed(kind, frozenset(re.findall(r"`([\w.]+)`", traits)))
+        for name in re.findall(r"`([\w.]+)`", names):
+            found[in_prometheus(name, kind, unit)] = Listed(kind, frozenset(re.findall(r"`([\w.]+)`", traits)))
     return found
 
 

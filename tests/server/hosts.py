@@ -19,8 +19,8 @@ BODY: Mapping[str, Any] = {"model": "m", "max_tokens": 5, "messages": [{"role": 
 
 def line_of(host: str) -> str:
     """The line that the page has for a host."""
-    (line,) = (line.strip("`") for name, line, _ in table(PAGE, "The line for each host") if host in name.split(", "))
-    return line
+    (cell,) = (cell for name, cell in table(PAGE, "The line for each host") if host in name.split(", "))
+    return cell.split("`")[1]
 
 
 class Host(NamedTuple):
