@@ -15,13 +15,14 @@ from redis.asyncio import Redis
 from sidecar.events import StoreChanged, StoreState
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
+from sidecar.policy.rules import TierRules
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisLink, ledger_connector
 from tests.support.redis_servers import Binary, RedisServer, binaries, first_binary
 
-NORMAL = 2
-"""A level of the policy that we ship."""
+CRITICAL, HIGH, NORMAL, LOW, BATCH = range(5)
+"""The levels of the policy that we ship."""
 
 
 def chosen_binary() -> Binary:
@@ -66,9 +67,23 @@ def version_of(server: RedisServer) -> str:
     return f"{server.binary.name} {said.get(f'{server.binary.name}_version') or said['redis_version']}"
 
 
-def shipped_policy(pool: str) -> Policy:
-    """The policy that we ship, for a pool of that name."""
-    return replace(load(shipped_policies()), pool=pool)
+def shipped_policy(pool: str, times: int = 1) -> Policy:
+    """The policy that we ship, for a pool of that name; `times` makes its pool and all shares of it so much larger."""
+    policy = load(shipped_policies())
+    rules = policy.rules
+    larger = replace(
+        rules,
+        tokens=rules.tokens * times,
+        requests=rules.requests * times,
+        tiers=tuple(_larger(tier, times) for tier in rules.tiers),
+    )
+    return replace(policy, rules=larger, pool=pool)
+
+
+def _larger(tier: TierRules, times: int) -> TierRules:
+    names = ("reserve", "headroom", "limit")
+    shares = [f"{name}_{unit}" for name in names for unit in ("tokens", "requests")]
+    return replace(tier, **{share: getattr(tier, share) * times for share in shares})
 
 
 @contextlib.asynccontextmanager
