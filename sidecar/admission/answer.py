@@ -207,7 +207,7 @@ class Answer(msgspec.Struct, eq=False):
         return self._send_other(message)
 
     def write(self, write: Write, body: bytes) -> bool:
-        """See `chunks.Write`, around the server's: from the first byte on, a chunk is read as one that is sent."""
+        """See `handover.Write`, around the server's: from the first byte on, a chunk is read as one that is sent."""
         hider = self._client.hider
         if not self.streams or self.cost is not None or (hider is not None and not hider.passes(body)):
             return False

@@ -31,7 +31,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.admission.answer import Answer, without_files
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with_write
+from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, WRITE_KEY
 from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest
 from sidecar.admission.model_names import with_model
 from sidecar.admission.request_path import guarded_endpoint, path_for_app
@@ -139,9 +139,9 @@ def request_for_app(
     editor, is_plain = client.editor, client.keepalive is None
     if not is_plain or editor is not None or (endpoint.cost is not None and endpoint.cost.member):
         for_app["extensions"] = without_files(for_app)
-    if (write := find_write(for_app)) is not None:
+    if (write := for_app.get(WRITE_KEY)) is not None:
         write = write if editor is None else partial(editor.write, write)
-        with_write(for_app, partial(answer.write, write) if is_plain and is_proxied else None)
+        for_app[WRITE_KEY] = partial(answer.write, write) if is_plain and is_proxied else None
     return for_app, body
 
 
@@ -316,7 +316,7 @@ def pass_read(
 ) -> Awaitable[None]:
     """Passes a `request` that was read, and may have waited. `receive` begins with its body again."""
     for_app = {**scope}
-    with_write(for_app, None)  # the client may have got comments before
+    for_app.pop(WRITE_KEY, None)  # the client may have got comments before
     stripped, added = [], []
     if client.keepalive is not None:  # comments have begun the answer, as plain text
         stripped.append(b"accept-encoding")

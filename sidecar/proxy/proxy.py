@@ -23,7 +23,7 @@ from urllib.parse import quote
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.handover import CALL_KEY, find_call, find_write, is_internal
+from sidecar.admission.handover import CALL_KEY, WRITE_KEY, AppCall, Write, is_internal
 from sidecar.admission.responses import send_error, speaks_anthropic
 from sidecar.admission.via import OWN_VIA, refuse_loop
 from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader, ResponseCut
@@ -121,7 +121,7 @@ async def answer_failure(error: AdmissionError, scope: Scope, send: Send, *, was
     """
     if is_internal(scope):
         raise error
-    call = find_call(scope)
+    call: AppCall | None = scope.get(CALL_KEY)
     if call is None or call.failed(error, was_sent=was_sent):
         await send_error(send, error, anthropic=speaks_anthropic(scope["path"]))
 
@@ -218,7 +218,8 @@ class _Forwarding:
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
         if response.status < 500 and is_admitted:
             self._proxy.traffic.began(response)
-        write, is_last = find_write(self._scope), False
+        write: Write | None = self._scope.get(WRITE_KEY)
+        is_last = False
         while not is_last:
             try:
                 part = await response.read(write)
