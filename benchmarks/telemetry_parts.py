@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
+from opentelemetry.trace import SpanContext, TraceFlags
 
 from benchmarks.overhead import HEADERS
 from benchmarks.overhead_apps import Nowhere, bare
@@ -16,11 +17,13 @@ from sidecar.events import Admitted, Classified, Event, FirstByte, Outcome, Rece
 from sidecar.policy.compiler import shipped_policies
 from sidecar.telemetry.dispatch import EventDispatcher, Listener
 from sidecar.telemetry.dispatch import EventDispatcher as Telemetry
-from sidecar.telemetry.request_record import RequestRecord, TraceIds
+from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.spans.tracer import RequestTracer
 
 REPEATS, CALLS = 9, 1500
-A_TRACE = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
+A_TRACE = SpanContext(
+    0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+)
 
 
 def received() -> Received:

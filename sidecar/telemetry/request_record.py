@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
+from opentelemetry.trace import SpanContext
 
 from sidecar.events import (
     Admitted,
@@ -37,14 +38,6 @@ JITTER_US: Final = 10_000
 """The most time between two reports of one moment of a shared store, as they reach this process."""
 
 
-class TraceIds(msgspec.Struct, frozen=True, gc=False):
-    """The ids of a request's `admission` span, by which an operator finds it in a tracing backend."""
-
-    trace_id: int
-    span_id: int
-    is_sampled: bool
-
-
 class PreemptedAttempt(msgspec.Struct, frozen=True, gc=False):
     """An admission that was taken back, and the wait before it, None where there was none.
 
@@ -63,11 +56,12 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     For a preempted request, `queued` and `admitted` are of the last attempt, and `lost` has the earlier ones. Where it
     was not admitted again, `refused` is how its wait ended, beside `settled`. `copy_of` is the request itself where
     this is a copy that the journal keeps of an admission that was taken back. `replayed` is for a moment the cause of
-    the next `Preempted`. The client's headers are not kept: they hold its API key.
+    the next `Preempted`. `trace` is the context of its `admission` span, by which an operator finds it in a tracing
+    backend: sampled where that is recorded. The client's headers are not kept: they hold its API key.
     """
 
     request_id: str
-    trace: TraceIds | None
+    trace: SpanContext | None
     method: str
     path: str
     at_us: int
@@ -84,14 +78,14 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     copy_of: RequestRecord | None = None
 
     @staticmethod
-    def of(received: Received, trace: TraceIds | None) -> RequestRecord:
+    def of(received: Received, trace: SpanContext | None) -> RequestRecord:
         """The record of a request that has just arrived."""
         return RequestRecord(
             received.request_id, trace, received.method, received.path, received.at_us, received.wall_ns
         )
 
-    def add(self, event: Event) -> None:
-        """Adds one event. An object that is no event changes nothing."""
+    def add(self, event: Event | Received) -> None:
+        """Adds one event. Its beginning, and an object that is no event, change nothing."""
         place = _PLACES.get(type(event))
         if place is not None:
             setattr(self, place, event)

@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.trace import SpanContext
 
 from sidecar.events import Admitted, Classified, Event, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
 from sidecar.policy.rules import Shares, pool_rules
@@ -17,7 +18,7 @@ from sidecar.pools import Ask, Pool
 from sidecar.pools.base import Grant, Lease
 from sidecar.telemetry import journal as journals
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.request_record import RequestRecord, TraceIds
+from sidecar.telemetry.request_record import RequestRecord
 from tests.pools.harness import policy_of
 from tests.telemetry.span_stories import begin
 
@@ -261,8 +262,8 @@ def healthy(journal: Journal, request_id: str, at_us: int) -> None:
 
 def test_a_request_is_found_by_its_id_and_by_its_trace() -> None:
     journal = Journal(now_us=Clock())
-    begin(journal, received("mine"), TraceIds(0xABC, 0xDEF, True))
-    begin(journal, received("other"), TraceIds(0xABD, 0xDEF, True))
+    begin(journal, received("mine"), SpanContext(0xABC, 0xDEF, is_remote=False))
+    begin(journal, received("other"), SpanContext(0xABD, 0xDEF, is_remote=False))
     found = journal.find("mine")
     assert found is not None
     assert (found.request_id, found.path, found.wall_s(1_500_000)) == ("mine", "/v1/completions", 1e9 + 1.5)

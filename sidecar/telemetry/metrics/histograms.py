@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from opentelemetry.context import Context, create_key
 from opentelemetry.metrics import MeterProvider, get_meter
-from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, set_span_in_context
 
 from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.semconv import ADMISSION_DECISION, ADMISSION_TIER
@@ -19,7 +19,6 @@ ROUND_TRIPS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25
 _REQUEST_ID: Final = create_key("admission-request-id")
 (_SPAN,) = set_span_in_context(INVALID_SPAN, Context())
 """In a context: its span."""
-_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _NO_EXEMPLAR: Final = set_span_in_context(INVALID_SPAN, Context())
 """Not the current context: the span of an app may be current, which is not the request's."""
 
@@ -88,10 +87,9 @@ class DurationHistogram:
 
 def exemplar_context(request: RequestRecord | None) -> Context:
     """A context with a recorded request's `admission` span and its id: the SDK makes exemplars from it."""
-    if request is None or request.trace is None or not request.trace.is_sampled:
+    if request is None or request.trace is None or not request.trace.trace_flags.sampled:
         return _NO_EXEMPLAR
-    ids = SpanContext(request.trace.trace_id, request.trace.span_id, is_remote=False, trace_flags=_SAMPLED)
-    return Context({_SPAN: NonRecordingSpan(ids), _REQUEST_ID: request.request_id})
+    return Context({_SPAN: NonRecordingSpan(request.trace), _REQUEST_ID: request.request_id})
 
 
 def request_id_in(context: Context) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, Tracer
+from opentelemetry.trace import Link, Span, SpanKind, StatusCode, Tracer
 
 Attributes = dict[str, str | int | float | bool]
 Moment = tuple[str, int]
@@ -26,11 +26,6 @@ class OpenSpan:
     tracer: Tracer
     span: Span
     parent: Context
-
-    @property
-    def context(self) -> SpanContext:
-        """Its ids, and whether it is sampled."""
-        return self.span.get_span_context()
 
     def child(
         self, name: str, kind: SpanKind, start_ns: int, attributes: Attributes | None, links: Sequence[Link] = ()

@@ -12,10 +12,9 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import Span, SpanContext, SpanKind
 
 from sidecar.events import Headers, Received
-from sidecar.telemetry.request_record import TraceIds
 from sidecar.telemetry.spans.app_trace import is_inherited
 from sidecar.telemetry.spans.propagators import propagate
 
@@ -67,13 +66,13 @@ def parent_for(received: Received) -> tuple[Context, SpanKind]:
     return propagate.extract(received.headers, current, _GETTER), SpanKind.SERVER
 
 
-def client_trace(received: Received) -> TraceIds | None:
+def client_trace(received: Received) -> SpanContext | None:
     """The ids in a client's W3C `traceparent`: by these a request is found where the process makes no spans."""
     found = _traceparent(dict(received.headers).get(_TRACEPARENT, b""))
     if found is None:
         return None
-    trace_id, span_id = int(found[1], 16), int(found[2], 16)
-    return TraceIds(trace_id, span_id, is_sampled=False) if trace_id and span_id else None
+    context = SpanContext(int(found[1], 16), int(found[2], 16), is_remote=True)
+    return context if context.is_valid else None
 
 
 def injected(span: Span, received: Received) -> Headers:

@@ -18,6 +18,7 @@ from sidecar.events import (
     Outcome,
     Preempted,
     Queued,
+    Received,
     Refused,
     Replayed,
     ReplayReason,
@@ -100,7 +101,7 @@ class RequestSpans:
         self.current: Span = admission.span
         self.app_trace: AppSpan | None = None
 
-    def note(self, event: Event) -> None:
+    def note(self, event: Event | Received) -> None:
         """Follows the request; its record has the event already."""
         try:
             if type(event) is Admitted:
