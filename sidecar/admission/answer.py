@@ -216,10 +216,6 @@ class Answer(msgspec.Struct, eq=False):
         self._read_chunk(body)
         return True
 
-    def finish(self) -> None:
-        """The request is over, or the attempt: no more of it is read."""
-        self.is_over, self.streams = True, False
-
     def used(
         self, request: SizedRequest, controller: AdmissionController, policy: Policy, *, is_complete: bool
     ) -> tuple[int, int | None]:

@@ -20,7 +20,7 @@ would have the engine.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -35,7 +35,6 @@ from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, WRITE_KEY
 from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest
 from sidecar.admission.model_names import with_model
 from sidecar.admission.request_path import guarded_endpoint, path_for_app
-from sidecar.admission.responses import REQUEST_ID
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted
@@ -162,14 +161,6 @@ def _answer_edits(request: SizedRequest, tiers: ServiceTiers | None) -> list[Edi
         name = tiers.granted_name(api, request.classification.level, asked)
         edits.append(Edit(streamed if request.payload.stream else whole, b'"%b"' % name.encode(), beside))
     return edits
-
-
-def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:
-    """The request's id as a header for the app, where the client has sent none, one that is not used, or several."""
-    sent = headers.get(REQUEST_ID)
-    if sent is not None and len(headers) == len(pairs) and sent.decode("latin-1") == request_id:
-        return ()
-    return ((REQUEST_ID, request_id.encode("ascii")),)
 
 
 def _own_body(request: SizedRequest, tiers: ServiceTiers | None) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opentelemetry.trace import Span, SpanKind
 
@@ -103,17 +103,19 @@ class RequestSpans:
 
     def note(self, event: Event | Received) -> None:
         """Follows the request; its record has the event already."""
+        if (follow := _FOLLOWED.get(type(event))) is None:
+            return
         try:
-            if type(event) is Admitted:
-                self._admit(event)
-            elif type(event) is Settled or type(event) is Refused:
-                self._end()
-            elif type(event) is Preempted:
-                self.current = self._admission.span
-            elif type(event) is Queued and self._settings.long_waits is not None:
-                self._settings.long_waits.add(self)
+            follow(self, event)
         except Exception:
             self._settings.report()
+
+    def _queue(self, _: Queued) -> None:
+        if self._settings.long_waits is not None:
+            self._settings.long_waits.add(self)
+
+    def _preempt(self, _: Preempted) -> None:
+        self.current = self._admission.span
 
     def _admit(self, event: Admitted) -> None:
         """Begins an `engine` span."""
@@ -158,7 +160,7 @@ class RequestSpans:
         except Exception:
             self._settings.report()
 
-    def _end(self) -> None:
+    def _end(self, _: Settled | Refused) -> None:
         """Makes all other spans, and ends those that are open."""
         record = self._record
         if record.queued is not None:
@@ -341,6 +343,15 @@ class RequestSpans:
     def _wall_ns(self, at_us: int) -> int:
         """Calendar time, in nanoseconds, of a monotonic time: a clock that is set back cannot bend a span."""
         return self._record.wall_ns + (at_us - self._record.at_us) * 1000
+
+
+_FOLLOWED: Mapping[type, Callable[[RequestSpans, Any], None]] = {
+    Queued: RequestSpans._queue,
+    Admitted: RequestSpans._admit,
+    Preempted: RequestSpans._preempt,
+    Settled: RequestSpans._end,
+    Refused: RequestSpans._end,
+}
 
 
 def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | None:
