@@ -202,8 +202,7 @@ class EventReporter(msgspec.Struct, eq=False):
         `message` is that of the error that was answered in the engine's place. `size` is that of the lease.
         """
         gain = None if self.gain is None else self.gain.settled(outcome, status, is_failure=message is not None)
-        is_failure = outcome is not Outcome.COMPLETED or (status or 0) >= FIRST_FAILURE
-        if self.observation is None and not is_failure:
+        if self.observation is None and outcome is Outcome.COMPLETED and (status or 0) < FIRST_FAILURE:
             return
         tokens, input_tokens, output_tokens, cached_tokens = used
         held, growths = (None, 0) if size is None else (size.held, size.growths)

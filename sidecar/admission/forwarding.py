@@ -213,9 +213,11 @@ def forwarded_headers(
     """
     names = dict(added)
     gone = {*stripped, *names}
-    kept = [header for header in headers if header[0] not in gone]
-    if b"connection" in dict(kept):
-        kept = [(name, _without(names, value) if name == b"connection" else value) for name, value in kept]
+    kept = [
+        (name, _without(names, value) if name == b"connection" else value)
+        for name, value in headers
+        if name not in gone
+    ]
     return [*kept, *added]
 
 

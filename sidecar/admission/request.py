@@ -553,7 +553,7 @@ class RequestHandler(TurnUser):
             self._when_aborted(partial(lease.settle, charged, failure is None))
         else:
             lease.settle(charged, failure is None)
-        if outcome is Outcome.FAILED and self._client.disconnected_us is not None:
+        if self._client.disconnected_us is not None and outcome is Outcome.FAILED:
             outcome, error = Outcome.CLIENT_LEFT, None  # the disconnect is why the app failed
         if self._route is not None:
             self._route.ended()
@@ -573,11 +573,11 @@ class RequestHandler(TurnUser):
 
     def _end(self) -> None:
         """Reports the end of a request that was canceled before it ran, and leaves no task."""
-        if self.stage is Stage.READING:
-            self._report_canceled(None)
-            self.stage = Stage.OVER
-        elif self.stage is Stage.WAITING:
-            self._turn.when_left(self._report_canceled)
+        if self.stage <= Stage.WAITING:
+            if self.stage is Stage.READING:
+                self._report_canceled(None)
+            else:
+                self._turn.when_left(self._report_canceled)
             self.stage = Stage.OVER
         show_outside(self._for_app, self._scope, is_shown=self._status is not None)
         self._client.close()

@@ -33,7 +33,6 @@ from sidecar.proxy.connection import FAILURES, ConnectionBroke, NotHttp, Respons
 from sidecar.proxy.upstream import (
     CONNECT_TIMEOUT_S,
     KEEPALIVE_S,
-    Traffic,
     Upstream,
     can_be_written,
     connect_trouble,
@@ -58,6 +57,32 @@ _LONGEST_LENGTH = 18
 _ADDRESSES = (b"location", b"content-location")
 _OWN_VIA = OWN_VIA.encode("ascii")
 _NOT_FORWARDED = _HOP_BY_HOP | _REPLACED
+
+
+class Traffic:
+    """Responses of the engine to admitted requests, as a sign of life. It costs a request two entries in a mapping."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._begun_before = 0
+        self._read: dict[Response, int] = {}
+
+    def began(self, response: Response) -> None:
+        """A response begins."""
+        self._begun += 1
+        self._read[response] = 0
+
+    def ended(self, response: Response) -> None:
+        """A response ends, in any way."""
+        self._read.pop(response, None)
+
+    def has_flowed(self) -> bool:
+        """True if a response has begun, or more of one was read, since the last call."""
+        has_flowed, self._begun_before = self._begun != self._begun_before, self._begun
+        for response, before in self._read.items():
+            has_flowed |= response.reads > before
+            self._read[response] = response.reads
+        return has_flowed
 
 
 class ReverseProxy(EngineProxy):
@@ -144,7 +169,16 @@ class _Forwarding:
     async def run(self) -> None:
         """Forwards the request and relays the response. Raises ResponseCut."""
         try:
-            await self._forward()
+            first = await self._receive()
+            if first["type"] == "http.disconnect":
+                return
+            response = await self._ask_engine(first)
+            try:
+                await self._relay(response)
+            finally:
+                self._proxy.traffic.ended(response)
+                if not response.is_complete:
+                    response.close()
         except AdmissionError as error:
             self._stop_watching()
             await answer_failure(error, self._scope, self._send, was_sent=self._was_sent)
@@ -153,18 +187,6 @@ class _Forwarding:
                 raise
         finally:
             self._stop_watching()
-
-    async def _forward(self) -> None:
-        first = await self._receive()
-        if first["type"] == "http.disconnect":
-            return
-        response = await self._ask_engine(first)
-        try:
-            await self._relay(response)
-        finally:
-            self._proxy.traffic.ended(response)
-            if not response.is_complete:
-                response.close()
 
     async def _ask_engine(self, first: Message) -> Response:
         """Maps the exceptions of the connections to the sidecar's errors, here and nowhere else."""

@@ -74,9 +74,11 @@ class EventDispatcher:
                 handlers = self._handlers_of_failures
             if not handlers:
                 return None
-        # Without a trace of ours the request is found by the client's own.
-        record = RequestRecord.of(event, client_trace(event) if admission is None else recorded_context(admission))
-        spans = self.tracer.spans(record, admission)
+            # Without a trace of ours the request is found by the client's own.
+            record, spans = RequestRecord.of(event, client_trace(event)), None
+        else:
+            record = RequestRecord.of(event, recorded_context(admission))
+            spans = self.tracer.spans(record, admission)
         observation = RequestObservation(self, handlers, event, record, admission=admission, spans=spans)
         observation.on_event(event)
         return observation

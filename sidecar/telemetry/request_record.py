@@ -269,12 +269,6 @@ def failed_with(event: Settled, *, from_status: int) -> str | None:
 
 # Looked up once: an enumeration's attribute costs as much as a call.
 _COMPLETED, _, _FAILED = Outcome
-_CODES: Final = {"ResponseCut": "response_cut", "CancelledError": "server_stopped"}
-
-
-def failure_code(error: str | None) -> str | None:
-    """A word for a value of `Settled.error`, for people: not the name of an exception that only the code knows."""
-    return None if error is None else _CODES.get(error, error)
 
 
 def failure_description(outcome: str, status: int | None, error: str | None) -> str | None:

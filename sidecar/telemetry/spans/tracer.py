@@ -103,11 +103,9 @@ class RequestTracer:
             self.report()
             return None
 
-    def spans(self, record: RequestRecord, admission: OpenSpan | None) -> RequestSpans | None:
-        """The spans of a request whose `admission` is recorded."""
-        if admission is None or not admission.span.is_recording():
-            return None
-        return RequestSpans(self._settings, record, admission)
+    def spans(self, record: RequestRecord, admission: OpenSpan) -> RequestSpans | None:
+        """The spans of a request, where its `admission` is recorded."""
+        return RequestSpans(self._settings, record, admission) if admission.span.is_recording() else None
 
     def _current(self) -> trace.Tracer | None:
         """The tracer now, None where nothing records spans."""
