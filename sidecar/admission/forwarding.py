@@ -246,12 +246,12 @@ _LEAST_OURS = 2
 _BEGINNINGS = frozenset(("http.response.start", "websocket.accept", "websocket.http.response.start"))
 
 
-def show_outside(written: Scope | None, scope: Scope, *, is_shown: bool = False) -> None:
-    """Shows in the `scope` of the middlewares around what an app has written into its copy; None: there is no app.
+def show_outside(written: Scope, scope: Scope, *, is_shown: bool = False) -> None:
+    """Shows in the `scope` of the middlewares around what an app has written into its copy.
 
     Of one that `is_shown` already, as its answer began, only more keys are looked for: hardly any app writes then.
     """
-    if written is None or (is_shown and len(written) <= len(scope) + _LEAST_OURS):
+    if is_shown and len(written) <= len(scope) + _LEAST_OURS:
         return
     shown = {**written}  # at once: a handler's thread may write meanwhile
     for name in _OURS:

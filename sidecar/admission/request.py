@@ -437,7 +437,8 @@ class RequestHandler(TurnUser):
 
     def _response_start(self, message: Message) -> Message:
         """The response's start, with the headers of the admission."""
-        show_outside(self._for_app, self._scope)
+        if self._for_app is not None:
+            show_outside(self._for_app, self._scope)
         request, tier_names, headers = self._request, self._snapshot.tier_names, message.get("headers", ())
         added = answer_headers(request, self._lease, tier_names, self._turn.preemptions, self._request_id, headers)
         return {**message, "headers": [*headers, *added]}
@@ -579,7 +580,8 @@ class RequestHandler(TurnUser):
             else:
                 self._turn.when_left(self._report_canceled)
             self.stage = Stage.OVER
-        show_outside(self._for_app, self._scope, is_shown=self._status is not None)
+        if self._for_app is not None:
+            show_outside(self._for_app, self._scope, is_shown=self._status is not None)
         self._client.close()
         self._controller.watchdog.discard(self)
         if self.stage is Stage.OVER:
