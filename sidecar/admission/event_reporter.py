@@ -20,6 +20,7 @@ from sidecar.admission.request_gain import RequestGain
 from sidecar.errors import AdmissionError
 from sidecar.events import (
     FIRST_FAILURE,
+    LONGEST_MODEL,
     Admitted,
     Classified,
     Event,
@@ -99,7 +100,7 @@ class EventReporter(msgspec.Struct, eq=False):
             classification.source._value_,  # `value` itself costs two calls
             clamped_from=None if clamped_from is None else tiers[clamped_from].name,
             api=api or request.api._value_,
-            model=payload.model,
+            model=None if payload.model is None else payload.model[:LONGEST_MODEL],
             max_output_tokens=payload.max_output_tokens,
             stream=payload.stream,
             tokens=request.tokens,

@@ -32,8 +32,6 @@ from sidecar.events import (
 CANCELED, PASSED = "canceled", "passed"
 ABANDONED: Final = frozenset((Outcome.CLIENT_LEFT.value, CANCELED, PASSED))
 """The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
-LONGEST_MODEL: Final = 128
-"""Characters of a model's name that are kept: the client chooses the name, and its length."""
 JITTER_US: Final = 10_000
 """The most time between two reports of one moment of a shared store, as they reach this process."""
 
@@ -89,8 +87,6 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         place = _PLACES.get(type(event))
         if place is not None:
             setattr(self, place, event)
-        elif type(event) is Classified:
-            self.classified = _with_short_model(event)
         elif type(event) is Preempted:
             self._take_back(event)
         elif type(event) is Risen:
@@ -181,6 +177,7 @@ EventHandlers = Mapping[type, Callable[[RequestRecord, Any], None]]
 
 
 _PLACES: Final = {
+    Classified: "classified",
     Queued: "queued",
     Admitted: "admitted",
     Refused: "refused",
@@ -190,12 +187,6 @@ _PLACES: Final = {
     Replayed: "replayed",
 }
 """The attribute of a record that has an event of this kind as it is."""
-
-
-def _with_short_model(event: Classified) -> Classified:
-    if event.model is None or len(event.model) <= LONGEST_MODEL:
-        return event
-    return msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
 
 
 REPLAYED_BECAUSE: Final[Mapping[str, str]] = {
