@@ -11,6 +11,8 @@ from opentelemetry.trace import Link, Span, SpanKind, StatusCode, Tracer
 
 Attributes = dict[str, str | int | float | bool | None]
 """Those that are None are not known, or say nothing: they are not written."""
+(SPAN_KEY,) = trace.set_span_in_context(trace.INVALID_SPAN, Context())
+"""In a context: its span. A context that is made with it is one mapping, where the API makes three."""
 Moment = tuple[str, int]
 """A span event: its name, and its time in Unix nanoseconds."""
 
@@ -27,7 +29,7 @@ class OpenSpan:
         self, name: str, kind: SpanKind, start_ns: int, attributes: Attributes, links: Sequence[Link] = ()
     ) -> OpenSpan:
         """Begins a span below it."""
-        below = trace.set_span_in_context(self.span, self.parent)
+        below = Context({**self.parent, SPAN_KEY: self.span})
         span = self.tracer.start_span(name, below, kind, _known(attributes), links, start_time=start_ns)
         return OpenSpan(self.tracer, span, below)
 

@@ -16,6 +16,7 @@ from opentelemetry.trace import Span, SpanContext, SpanKind
 
 from sidecar.events import Headers, Received
 from sidecar.telemetry.spans.app_trace import is_inherited
+from sidecar.telemetry.spans.open_span import SPAN_KEY
 from sidecar.telemetry.spans.propagators import propagate
 
 
@@ -81,7 +82,7 @@ def injected(span: Span, received: Received) -> Headers:
     Nothing but the span goes on, so that baggage is not written again: the client's own passes unchanged.
     """
     headers: list[tuple[bytes, bytes]] = []
-    propagate.get_global_textmap().inject(headers, trace.set_span_in_context(span, Context()), _SETTER)
+    propagate.get_global_textmap().inject(headers, Context({SPAN_KEY: span}), _SETTER)
     names = dict(headers)
     # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
     # lets an empty one replace it.
