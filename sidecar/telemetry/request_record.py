@@ -6,10 +6,9 @@ Metrics, journal, log, recent figures and spans all read this record; none keeps
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from opentelemetry.trace import SpanContext
 
 from sidecar.events import (
     Admitted,
@@ -28,6 +27,9 @@ from sidecar.events import (
     Settled,
     Verdict,
 )
+
+if TYPE_CHECKING:  # the log needs records, and no tracing
+    from opentelemetry.trace import SpanContext
 
 CANCELED, PASSED = "canceled", "passed"
 ABANDONED: Final = frozenset((Outcome.CLIENT_LEFT.value, CANCELED, PASSED))
