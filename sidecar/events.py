@@ -73,6 +73,10 @@ class Expectation(msgspec.Struct, frozen=True, gc=False):
     bucket: str = ""
 
 
+LONGEST_MODEL = 128
+"""Characters of a model's name that are told: the client chooses the name, and its length, and records are kept."""
+
+
 class Classified(msgspec.Struct, frozen=True, gc=False):
     """The request's tenant, its tier, and the tokens it will hold. `clamped_from` is the tier that was asked for.
 

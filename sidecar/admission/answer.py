@@ -207,7 +207,7 @@ class Answer(msgspec.Struct, eq=False):
         return self._send_other(message)
 
     def write(self, write: Write, body: bytes) -> bool:
-        """See `chunks.Write`, around the server's: from the first byte on, a chunk is read as one that is sent."""
+        """See `handover.Write`, around the server's: from the first byte on, a chunk is read as one that is sent."""
         hider = self._client.hider
         if not self.streams or self.cost is not None or (hider is not None and not hider.passes(body)):
             return False
@@ -215,10 +215,6 @@ class Answer(msgspec.Struct, eq=False):
             return False
         self._read_chunk(body)
         return True
-
-    def finish(self) -> None:
-        """The request is over, or the attempt: no more of it is read."""
-        self.is_over, self.streams = True, False
 
     def used(
         self, request: SizedRequest, controller: AdmissionController, policy: Policy, *, is_complete: bool

@@ -23,7 +23,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Scope, Send
 
 from sidecar.admission.engine_pages import fetch_page
-from sidecar.admission.handover import INTERNAL_REQUEST
+from sidecar.admission.handover import INTERNAL_REQUEST, WRITE_KEY
 from sidecar.admission.policy_snapshot import KEY_HEADERS
 from sidecar.context import SCOPE_KEY
 from sidecar.engines.pages import Page, Unread
@@ -151,7 +151,7 @@ class ResponseQuery:
     def __init__(self, app: ASGIApp, scope: Scope) -> None:
         self._path = scope["path"].rstrip("/")
         self._app = app
-        self._scope = {key: value for key, value in scope.items() if key != SCOPE_KEY}
+        self._scope = {key: value for key, value in scope.items() if key not in (SCOPE_KEY, WRITE_KEY)}
         kept = [(name, value) for name, value in scope["headers"] if name in _KEPT_HEADERS]
         self._scope |= {"headers": kept, "query_string": b"", "extensions": {INTERNAL_REQUEST: {}}}
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import Message, Receive, Send
 
-from sidecar.admission.intake import RequestIntake, SizedRequest
+from sidecar.admission.intake import SizedRequest
 from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.responses import early_headers
 from sidecar.apis import Api
@@ -244,21 +244,6 @@ def _is_usage(event: bytes) -> bool:
 
 
 _INSTRUMENTATION = "opentelemetry.instrumentation.asgi"
-
-
-class ClientDisconnected(Exception):
-    """The client disconnected before its request was read."""
-
-
-async def read_body(intake: RequestIntake, receive: Receive, now_us: Callable[[], int]) -> SizedRequest:
-    """The request, once its body is complete. Raises ClientDisconnected, or the intake's refusal."""
-    request = None
-    while request is None:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        request = intake.feed(message, now_us())
-    return request
 
 
 class ClientChannel(msgspec.Struct, eq=False):

@@ -20,6 +20,7 @@ from sidecar.admission.request_gain import RequestGain
 from sidecar.errors import AdmissionError
 from sidecar.events import (
     FIRST_FAILURE,
+    LONGEST_MODEL,
     Admitted,
     Classified,
     Event,
@@ -90,7 +91,28 @@ class EventReporter(msgspec.Struct, eq=False):
 
         `api` is what stands for its API; None: its own. `is_kept`: it is never preempted, whatever its tier.
         """
-        self.event(_classified(request, snapshot, at_us, api, is_kept))
+        classification, payload, tiers = request.classification, request.payload, snapshot.policy.tiers
+        clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
+        event = Classified(  # with more than 15 names Python would make a dict of them
+            at_us,
+            tiers[classification.level].name,
+            classification.tenant.name,
+            classification.source._value_,  # `value` itself costs two calls
+            clamped_from=None if clamped_from is None else tiers[clamped_from].name,
+            api=api or request.api._value_,
+            model=None if payload.model is None else payload.model[:LONGEST_MODEL],
+            max_output_tokens=payload.max_output_tokens,
+            stream=payload.stream,
+            tokens=request.tokens,
+            requests=request.requests,
+            preemptible=not is_kept and snapshot.are_preemptible_by_rule[classification.level],
+            downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
+            expected=None if request.expected is None else request.expected.expectation(payload),
+            key=classification.tenant.key_name,
+            is_deferred=request.deadline_us is not None,
+            user=None if classification.user is None else classification.user.shown,
+        )
+        self.event(event)
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where someone listens."""
@@ -181,8 +203,7 @@ class EventReporter(msgspec.Struct, eq=False):
         `message` is that of the error that was answered in the engine's place. `size` is that of the lease.
         """
         gain = None if self.gain is None else self.gain.settled(outcome, status, is_failure=message is not None)
-        is_failure = outcome is not Outcome.COMPLETED or (status or 0) >= FIRST_FAILURE
-        if self.observation is None and not is_failure:
+        if self.observation is None and outcome is Outcome.COMPLETED and (status or 0) < FIRST_FAILURE:
             return
         tokens, input_tokens, output_tokens, cached_tokens = used
         held, growths = (None, 0) if size is None else (size.held, size.growths)
@@ -244,32 +265,6 @@ def new_reporter(  # noqa: PLR0917
     if observer.follows():
         return EventReporter(now_us, asker, observer.received(received))
     return EventReporter(now_us, asker, _begin=partial(observer.received, received))
-
-
-def _classified(
-    request: SizedRequest, snapshot: PolicySnapshot, at_us: int, api: str | None, is_kept: bool
-) -> Classified:
-    classification, payload, tiers = request.classification, request.payload, snapshot.policy.tiers
-    clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
-    return Classified(  # with more than 15 names Python would make a dict of them
-        at_us,
-        tiers[classification.level].name,
-        classification.tenant.name,
-        classification.source._value_,  # `value` itself costs two calls
-        clamped_from=None if clamped_from is None else tiers[clamped_from].name,
-        api=api or request.api._value_,
-        model=payload.model,
-        max_output_tokens=payload.max_output_tokens,
-        stream=payload.stream,
-        tokens=request.tokens,
-        requests=request.requests,
-        preemptible=not is_kept and snapshot.are_preemptible_by_rule[classification.level],
-        downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
-        expected=None if request.expected is None else request.expected.expectation(payload),
-        key=classification.tenant.key_name,
-        is_deferred=request.deadline_us is not None,
-        user=None if classification.user is None else classification.user.shown,
-    )
 
 
 def _refused(

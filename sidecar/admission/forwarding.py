@@ -20,7 +20,7 @@ would have the engine.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -31,11 +31,10 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.admission.answer import Answer, without_files
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, find_write, with_write
+from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY, WRITE_KEY
 from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest
 from sidecar.admission.model_names import with_model
 from sidecar.admission.request_path import guarded_endpoint, path_for_app
-from sidecar.admission.responses import REQUEST_ID
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted
@@ -139,9 +138,9 @@ def request_for_app(
     editor, is_plain = client.editor, client.keepalive is None
     if not is_plain or editor is not None or (endpoint.cost is not None and endpoint.cost.member):
         for_app["extensions"] = without_files(for_app)
-    if (write := find_write(for_app)) is not None:
+    if (write := for_app.get(WRITE_KEY)) is not None:
         write = write if editor is None else partial(editor.write, write)
-        with_write(for_app, partial(answer.write, write) if is_plain and is_proxied else None)
+        for_app[WRITE_KEY] = partial(answer.write, write) if is_plain and is_proxied else None
     return for_app, body
 
 
@@ -162,14 +161,6 @@ def _answer_edits(request: SizedRequest, tiers: ServiceTiers | None) -> list[Edi
         name = tiers.granted_name(api, request.classification.level, asked)
         edits.append(Edit(streamed if request.payload.stream else whole, b'"%b"' % name.encode(), beside))
     return edits
-
-
-def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:
-    """The request's id as a header for the app, where the client has sent none, one that is not used, or several."""
-    sent = headers.get(REQUEST_ID)
-    if sent is not None and len(headers) == len(pairs) and sent.decode("latin-1") == request_id:
-        return ()
-    return ((REQUEST_ID, request_id.encode("ascii")),)
 
 
 def _own_body(request: SizedRequest, tiers: ServiceTiers | None) -> bytes:
@@ -222,9 +213,11 @@ def forwarded_headers(
     """
     names = dict(added)
     gone = {*stripped, *names}
-    kept = [header for header in headers if header[0] not in gone]
-    if b"connection" in dict(kept):
-        kept = [(name, _without(names, value) if name == b"connection" else value) for name, value in kept]
+    kept = [
+        (name, _without(names, value) if name == b"connection" else value)
+        for name, value in headers
+        if name not in gone
+    ]
     return [*kept, *added]
 
 
@@ -253,12 +246,12 @@ _LEAST_OURS = 2
 _BEGINNINGS = frozenset(("http.response.start", "websocket.accept", "websocket.http.response.start"))
 
 
-def show_outside(written: Scope | None, scope: Scope, *, is_shown: bool = False) -> None:
-    """Shows in the `scope` of the middlewares around what an app has written into its copy; None: there is no app.
+def show_outside(written: Scope, scope: Scope, *, is_shown: bool = False) -> None:
+    """Shows in the `scope` of the middlewares around what an app has written into its copy.
 
     Of one that `is_shown` already, as its answer began, only more keys are looked for: hardly any app writes then.
     """
-    if written is None or (is_shown and len(written) <= len(scope) + _LEAST_OURS):
+    if is_shown and len(written) <= len(scope) + _LEAST_OURS:
         return
     shown = {**written}  # at once: a handler's thread may write meanwhile
     for name in _OURS:
@@ -316,7 +309,7 @@ def pass_read(
 ) -> Awaitable[None]:
     """Passes a `request` that was read, and may have waited. `receive` begins with its body again."""
     for_app = {**scope}
-    with_write(for_app, None)  # the client may have got comments before
+    for_app.pop(WRITE_KEY, None)  # the client may have got comments before
     stripped, added = [], []
     if client.keepalive is not None:  # comments have begun the answer, as plain text
         stripped.append(b"accept-encoding")

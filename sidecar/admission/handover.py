@@ -23,8 +23,8 @@ CALL_KEY = "sidecar.engine_call"
 ENGINE_ID_KEY = "sidecar.engine_id"
 """`name#incarnation`."""
 INTERNAL_REQUEST = "sidecar.own"
-"""In the scope's `extensions`, as is `write`."""
-_WRITE = "admission_sidecar.write"
+"""In the scope's `extensions`."""
+WRITE_KEY = "sidecar.write"
 Write = Callable[[bytes], bool]
 """Writes bytes of a body, never none and never the last, at once. False where it has not: then they have to be sent. So
 it is before the head is out, where the body does not go in chunks, and while the client does not read."""
@@ -40,27 +40,6 @@ class AppCall(Protocol):
         """
 
 
-def find_call(scope: Scope) -> AppCall | None:
-    """The call of an admitted request; None for any other request."""
-    call: AppCall | None = scope.get(CALL_KEY)
-    return call
-
-
 def is_internal(scope: Scope) -> bool:
     """True if the sidecar itself asks."""
     return INTERNAL_REQUEST in scope.get("extensions", {})
-
-
-def find_write(scope: Scope) -> Write | None:
-    """The `write` of a request's response; None where there is none."""
-    write: Write | None = (scope.get("extensions") or {}).get(_WRITE)
-    return write
-
-
-def with_write(scope: Scope, write: Write | None) -> None:
-    """Puts a `write` into the scope, or takes the one out that is there."""
-    extensions = scope.get("extensions") or {}
-    if write is not None:
-        scope["extensions"] = {**extensions, _WRITE: write}
-    elif _WRITE in extensions:
-        scope["extensions"] = {name: value for name, value in extensions.items() if name != _WRITE}

@@ -16,7 +16,7 @@ from sidecar.admission.answer import without_files
 from sidecar.admission.answer_edits import AnswerEditor, Edit
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.forwarding import call_and_show, forwarded_headers
-from sidecar.admission.handover import with_write
+from sidecar.admission.handover import WRITE_KEY
 from sidecar.admission.intake import CONTENT_ENCODING, NOT_PACKED
 from sidecar.admission.model_names import with_model
 from sidecar.errors import AdmissionError
@@ -99,7 +99,7 @@ async def call_renamed(
         added = (NOT_PACKED, (b"content-length", b"%d" % len(text)))
         headers = forwarded_headers(for_app["headers"], (CONTENT_ENCODING, b"transfer-encoding"), added)
         for_app = {**for_app, "headers": headers, "extensions": without_files(for_app)}
-        with_write(for_app, None)  # the answer is edited
+        for_app.pop(WRITE_KEY, None)  # the answer is edited
         receive_for_app = _again([{"type": "http.request", "body": text, "more_body": False}], receive)
         send = AnswerEditor(send, model_edits(body.model, engine_model)).send
     await call_and_show(controller, scope, for_app, receive_for_app, send)

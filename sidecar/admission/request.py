@@ -19,16 +19,13 @@ from sidecar.admission.background import BackgroundEnd, BackgroundRequest
 from sidecar.admission.client import (
     ClientChannel,
     ClientComments,
-    ClientDisconnected,
     UploadChannel,
     comments_for,
-    read_body,
 )
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.engine_route import EngineRoute
 from sidecar.admission.event_reporter import new_reporter
 from sidecar.admission.forwarding import (
-    id_for_app,
     new_granted,
     pass_read,
     request_for_app,
@@ -37,7 +34,7 @@ from sidecar.admission.forwarding import (
 from sidecar.admission.handover import CALL_KEY, ENGINE_ID_KEY
 from sidecar.admission.intake import RequestIntake, SizedRequest, counted, is_upload, sized_for
 from sidecar.admission.pending_aborts import Held
-from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id
+from sidecar.admission.responses import REQUEST_ID, answer_headers, refusal_headers, refuse, request_id
 from sidecar.admission.turn import EndCause, Stage, Turn, TurnEnded, TurnUser, refusal_for
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
@@ -113,7 +110,7 @@ class RequestHandler(TurnUser):
         """Handles the request to its end. Raises only what the app raises."""
         self._controller.watchdog.add(self)
         try:
-            self._turn = await self._next_turn()
+            self._turn = self._next_turn(await self._read())
             async with self._turn as first:
                 grant = first
                 try:
@@ -137,7 +134,7 @@ class RequestHandler(TurnUser):
                         raise
                 finally:
                     self._settle(Outcome.FAILED, "incomplete_response")
-        except (ClientDisconnected, TurnEnded, AdmissionError) as end:
+        except (TurnEnded, AdmissionError) as end:
             if self.stage > Stage.WAITING:  # the app's own
                 raise
             await self._end_without_grant(end)
@@ -212,9 +209,9 @@ class RequestHandler(TurnUser):
 
     # -- up to admission
 
-    async def _next_turn(self) -> Turn:
-        """Reads the request. Returns its turn in the pool."""
-        request, controller, snapshot = await self._read(), self._controller, self._snapshot
+    def _next_turn(self, request: SizedRequest) -> Turn:
+        """The request's turn in the pool."""
+        controller, snapshot = self._controller, self._snapshot
         if controller.routing is not None:
             route = self._route = controller.routing.route(request)
             request, self._call = replace(request, hits=route.hits), route.call()
@@ -260,7 +257,7 @@ class RequestHandler(TurnUser):
         controller, policy = self._controller, self._snapshot.policy
         self.stage = Stage.OVER
         wait = end.wait if isinstance(end, TurnEnded) else None
-        if isinstance(end, ClientDisconnected) or (isinstance(end, TurnEnded) and end.cause is EndCause.DISCONNECTED):
+        if isinstance(end, TurnEnded) and end.cause is EndCause.DISCONNECTED:
             self._reporter.disconnected(wait)
         elif controller.is_passing and self._is_read and not isinstance(end, EngineUnreachable):
             # It was read, and goes to the app as it came; not an upload that has passed in part.
@@ -275,7 +272,7 @@ class RequestHandler(TurnUser):
             await self._refuse(error, wait)
 
     async def _read(self) -> SizedRequest:
-        """Reads the request, and sizes it. Raises ClientDisconnected, or the intake's refusal."""
+        """Reads the request, and sizes it. Raises TurnEnded where its client disconnects, or the intake's refusal."""
         if self._controller.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
         intake = self._intake
@@ -285,7 +282,12 @@ class RequestHandler(TurnUser):
             await needed.arrive()
             intake.check_head(self._pairs, self._scope)
         try:
-            request = intake.unread() if self._upload else await read_body(intake, self._receive, self._now_us)
+            request = intake.unread() if self._upload else None
+            while request is None:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise TurnEnded(EndCause.DISCONNECTED, None)
+                request = intake.feed(message, self._now_us())
         except asyncio.CancelledError:
             if self._timed_out and not is_canceled_again(self._task):
                 intake.check_time(self._now_us())  # raises BodyTimeout
@@ -404,7 +406,7 @@ class RequestHandler(TurnUser):
     def _scope_for_app(self, forward: Forward, granted: Granted, answer: Answer) -> Scope:
         request, observation, is_proxied = self._request, self._reporter.observation, self._controller.is_proxied
         traced = () if observation is None else observation.headers()
-        named = () if is_proxied else id_for_app(self._request_id, self._pairs, request.headers)
+        named = () if is_proxied else ((REQUEST_ID, self._request_id.encode()),)
         added = (*forward.headers, *traced, *request.added, *named)
         scope, body = request_for_app(
             request, self._snapshot, self._endpoint, self._scope, self._pairs, forward=forward, added=added,
@@ -435,7 +437,8 @@ class RequestHandler(TurnUser):
 
     def _response_start(self, message: Message) -> Message:
         """The response's start, with the headers of the admission."""
-        show_outside(self._for_app, self._scope)
+        if self._for_app is not None:
+            show_outside(self._for_app, self._scope)
         request, tier_names, headers = self._request, self._snapshot.tier_names, message.get("headers", ())
         added = answer_headers(request, self._lease, tier_names, self._turn.preemptions, self._request_id, headers)
         return {**message, "headers": [*headers, *added]}
@@ -513,7 +516,7 @@ class RequestHandler(TurnUser):
             return
         answer = self._answer
         assert answer is not None
-        answer.finish()
+        answer.is_over, answer.streams = True, False  # no more of it is read
         background, answer.background = answer.background, None
         response_id = None if background is None else background.running_id()
         if background is None or response_id is None:
@@ -551,7 +554,7 @@ class RequestHandler(TurnUser):
             self._when_aborted(partial(lease.settle, charged, failure is None))
         else:
             lease.settle(charged, failure is None)
-        if outcome is Outcome.FAILED and self._client.disconnected_us is not None:
+        if self._client.disconnected_us is not None and outcome is Outcome.FAILED:
             outcome, error = Outcome.CLIENT_LEFT, None  # the disconnect is why the app failed
         if self._route is not None:
             self._route.ended()
@@ -571,13 +574,14 @@ class RequestHandler(TurnUser):
 
     def _end(self) -> None:
         """Reports the end of a request that was canceled before it ran, and leaves no task."""
-        if self.stage is Stage.READING:
-            self._report_canceled(None)
+        if self.stage <= Stage.WAITING:
+            if self.stage is Stage.READING:
+                self._report_canceled(None)
+            else:
+                self._turn.when_left(self._report_canceled)
             self.stage = Stage.OVER
-        elif self.stage is Stage.WAITING:
-            self._turn.when_left(self._report_canceled)
-            self.stage = Stage.OVER
-        show_outside(self._for_app, self._scope, is_shown=self._status is not None)
+        if self._for_app is not None:
+            show_outside(self._for_app, self._scope, is_shown=self._status is not None)
         self._client.close()
         self._controller.watchdog.discard(self)
         if self.stage is Stage.OVER:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.forwarding import call_app, forwarded_headers
-from sidecar.admission.handover import with_write
+from sidecar.admission.handover import WRITE_KEY
 from sidecar.admission.intake import NOT_PACKED
 from sidecar.admission.model_names import ModelNames
 from sidecar.admission.request_path import asked_model
@@ -123,7 +123,7 @@ async def _ask_engine(controller: AdmissionController, scope: Scope, asked: str,
     path = scope["path"].removesuffix(asked).rstrip("/")
     headers = forwarded_headers(scope["headers"], _OF_ANOTHER_ANSWER, (NOT_PACKED,))
     for_app = {**scope, "method": "GET", "path": path, "raw_path": quote(path).encode(), "headers": headers}
-    with_write(for_app, None)
+    for_app.pop(WRITE_KEY, None)
     await call_app(controller, scope, for_app, receive, keep)
     return answer
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from starlette.types import Receive, Scope, Send
 
 if TYPE_CHECKING:
-    from sidecar.proxy.upstream import Traffic, Upstream
+    from sidecar.proxy.proxy import Traffic
+    from sidecar.proxy.upstream import Upstream
 
 
 class EngineProxy(ABC):

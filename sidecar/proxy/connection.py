@@ -122,12 +122,12 @@ class Response:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def _more(self) -> None:
+    def _more(self) -> asyncio.Future[None]:
         if self._failure is not None:
             raise self._failure
         self._connection.resume_reading()
         self._waiter = self._connection.loop.create_future()
-        await self._waiter
+        return self._waiter
 
 
 class EngineConnection(asyncio.Protocol):

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.handover import CALL_KEY, find_call, find_write, is_internal
+from sidecar.admission.handover import CALL_KEY, WRITE_KEY, AppCall, Write, is_internal
 from sidecar.admission.responses import send_error, speaks_anthropic
 from sidecar.admission.via import OWN_VIA, refuse_loop
 from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader, ResponseCut
@@ -33,7 +33,6 @@ from sidecar.proxy.connection import FAILURES, ConnectionBroke, NotHttp, Respons
 from sidecar.proxy.upstream import (
     CONNECT_TIMEOUT_S,
     KEEPALIVE_S,
-    Traffic,
     Upstream,
     can_be_written,
     connect_trouble,
@@ -58,6 +57,32 @@ _LONGEST_LENGTH = 18
 _ADDRESSES = (b"location", b"content-location")
 _OWN_VIA = OWN_VIA.encode("ascii")
 _NOT_FORWARDED = _HOP_BY_HOP | _REPLACED
+
+
+class Traffic:
+    """Responses of the engine to admitted requests, as a sign of life. It costs a request two entries in a mapping."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._begun_before = 0
+        self._read: dict[Response, int] = {}
+
+    def began(self, response: Response) -> None:
+        """A response begins."""
+        self._begun += 1
+        self._read[response] = 0
+
+    def ended(self, response: Response) -> None:
+        """A response ends, in any way."""
+        self._read.pop(response, None)
+
+    def has_flowed(self) -> bool:
+        """True if a response has begun, or more of one was read, since the last call."""
+        has_flowed, self._begun_before = self._begun != self._begun_before, self._begun
+        for response, before in self._read.items():
+            has_flowed |= response.reads > before
+            self._read[response] = response.reads
+        return has_flowed
 
 
 class ReverseProxy(EngineProxy):
@@ -121,7 +146,7 @@ async def answer_failure(error: AdmissionError, scope: Scope, send: Send, *, was
     """
     if is_internal(scope):
         raise error
-    call = find_call(scope)
+    call: AppCall | None = scope.get(CALL_KEY)
     if call is None or call.failed(error, was_sent=was_sent):
         await send_error(send, error, anthropic=speaks_anthropic(scope["path"]))
 
@@ -144,7 +169,16 @@ class _Forwarding:
     async def run(self) -> None:
         """Forwards the request and relays the response. Raises ResponseCut."""
         try:
-            await self._forward()
+            first = await self._receive()
+            if first["type"] == "http.disconnect":
+                return
+            response = await self._ask_engine(first)
+            try:
+                await self._relay(response)
+            finally:
+                self._proxy.traffic.ended(response)
+                if not response.is_complete:
+                    response.close()
         except AdmissionError as error:
             self._stop_watching()
             await answer_failure(error, self._scope, self._send, was_sent=self._was_sent)
@@ -153,18 +187,6 @@ class _Forwarding:
                 raise
         finally:
             self._stop_watching()
-
-    async def _forward(self) -> None:
-        first = await self._receive()
-        if first["type"] == "http.disconnect":
-            return
-        response = await self._ask_engine(first)
-        try:
-            await self._relay(response)
-        finally:
-            self._proxy.traffic.ended(response)
-            if not response.is_complete:
-                response.close()
 
     async def _ask_engine(self, first: Message) -> Response:
         """Maps the exceptions of the connections to the sidecar's errors, here and nowhere else."""
@@ -218,7 +240,8 @@ class _Forwarding:
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
         if response.status < 500 and is_admitted:
             self._proxy.traffic.began(response)
-        write, is_last = find_write(self._scope), False
+        write: Write | None = self._scope.get(WRITE_KEY)
+        is_last = False
         while not is_last:
             try:
                 part = await response.read(write)

@@ -134,32 +134,6 @@ def connect_trouble(url: str, error: aiohttp.ClientError, within_s: float) -> st
     return f"no connection to {url}: {reason or cause or type(error).__name__}"
 
 
-class Traffic:
-    """Responses of the engine to admitted requests, as a sign of life. It costs a request two entries in a mapping."""
-
-    def __init__(self) -> None:
-        self._begun = 0
-        self._begun_before = 0
-        self._read: dict[Response, int] = {}
-
-    def began(self, response: Response) -> None:
-        """A response begins."""
-        self._begun += 1
-        self._read[response] = 0
-
-    def ended(self, response: Response) -> None:
-        """A response ends, in any way."""
-        self._read.pop(response, None)
-
-    def has_flowed(self) -> bool:
-        """True if a response has begun, or more of one was read, since the last call."""
-        has_flowed, self._begun_before = self._begun != self._begun_before, self._begun
-        for response, before in self._read.items():
-            has_flowed |= response.reads > before
-            self._read[response] = response.reads
-        return has_flowed
-
-
 def error_text(error: Exception | None) -> str:
     """An error's text for a log."""
     return f"{type(error).__name__}: {error}" if error else "no error"

@@ -26,7 +26,7 @@ import httptools
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from sidecar.admission.handover import with_write
+from sidecar.admission.handover import WRITE_KEY
 from sidecar.admission.responses import error_body, error_headers, send_error, speaks_anthropic
 from sidecar.errors import AdmissionError, HeadTimeout, HeadTooLarge, InvalidHttp
 from sidecar.events import Headers
@@ -201,7 +201,7 @@ def _fit(cycle: RequestResponseCycle) -> None:
     if scope["http_version"] < _HAS_CHUNKS:
         cycle.send = _until_the_end(cycle)  # type: ignore[method-assign, assignment]  # nothing else is asked before
     elif scope["method"] != "HEAD":
-        with_write(scope, partial(_write, cycle))
+        scope[WRITE_KEY] = partial(_write, cycle)
 
 
 def _until_the_end(cycle: RequestResponseCycle) -> Send:
@@ -223,7 +223,7 @@ def _until_the_end(cycle: RequestResponseCycle) -> Send:
 
 
 def _write(cycle: RequestResponseCycle, body: bytes) -> bool:
-    """See `chunks.Write`."""
+    """See `handover.Write`."""
     is_in_chunks = cycle.chunked_encoding and not cycle.response_complete
     if not is_in_chunks or cycle.disconnected or cycle.flow.write_paused:
         return False

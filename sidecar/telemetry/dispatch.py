@@ -21,7 +21,7 @@ from sidecar.telemetry.spans.app_trace import AppSpan
 from sidecar.telemetry.spans.open_span import OpenSpan
 from sidecar.telemetry.spans.propagation import client_trace, injected
 from sidecar.telemetry.spans.request_spans import RequestSpans
-from sidecar.telemetry.spans.tracer import RequestTracer, trace_ids
+from sidecar.telemetry.spans.tracer import RequestTracer, recorded_context
 
 logger = logging.getLogger(__name__)
 _FAILED = "telemetry failed; requests go on"
@@ -74,11 +74,13 @@ class EventDispatcher:
                 handlers = self._handlers_of_failures
             if not handlers:
                 return None
-        # Without a trace of ours the request is found by the client's own.
-        record = RequestRecord.of(event, client_trace(event) if admission is None else trace_ids(admission))
-        spans = self.tracer.spans(record, admission)
+            # Without a trace of ours the request is found by the client's own.
+            record, spans = RequestRecord.of(event, client_trace(event)), None
+        else:
+            record = RequestRecord.of(event, recorded_context(admission))
+            spans = self.tracer.spans(record, admission)
         observation = RequestObservation(self, handlers, event, record, admission=admission, spans=spans)
-        observation.tell(event)
+        observation.on_event(event)
         return observation
 
 
@@ -137,15 +139,11 @@ class RequestObservation:
             self.spans.app_trace = current
         return current
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Event | Received) -> None:
         """Adds the event to the record, and to the spans, and tells the listeners."""
         self.record.add(event)
         if self.spans is not None:  # before the journal has the request: it is asked who went ahead of it
             self.spans.note(event)
-        self.tell(event)
-
-    def tell(self, event: Event | Received) -> None:
-        """Tells the listeners."""
         for handler in self._handlers.get(type(event), ()):
             try:
                 handler(self.record, event)

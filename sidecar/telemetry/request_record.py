@@ -6,7 +6,7 @@ Metrics, journal, log, recent figures and spans all read this record; none keeps
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -28,21 +28,14 @@ from sidecar.events import (
     Verdict,
 )
 
+if TYPE_CHECKING:  # the log needs records, and no tracing
+    from opentelemetry.trace import SpanContext
+
 CANCELED, PASSED = "canceled", "passed"
 ABANDONED: Final = frozenset((Outcome.CLIENT_LEFT.value, CANCELED, PASSED))
 """The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
-LONGEST_MODEL: Final = 128
-"""Characters of a model's name that are kept: the client chooses the name, and its length."""
 JITTER_US: Final = 10_000
 """The most time between two reports of one moment of a shared store, as they reach this process."""
-
-
-class TraceIds(msgspec.Struct, frozen=True, gc=False):
-    """The ids of a request's `admission` span, by which an operator finds it in a tracing backend."""
-
-    trace_id: int
-    span_id: int
-    is_sampled: bool
 
 
 class PreemptedAttempt(msgspec.Struct, frozen=True, gc=False):
@@ -63,11 +56,12 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     For a preempted request, `queued` and `admitted` are of the last attempt, and `lost` has the earlier ones. Where it
     was not admitted again, `refused` is how its wait ended, beside `settled`. `copy_of` is the request itself where
     this is a copy that the journal keeps of an admission that was taken back. `replayed` is for a moment the cause of
-    the next `Preempted`. The client's headers are not kept: they hold its API key.
+    the next `Preempted`. `trace` is the context of its `admission` span, by which an operator finds it in a tracing
+    backend: sampled where that is recorded. The client's headers are not kept: they hold its API key.
     """
 
     request_id: str
-    trace: TraceIds | None
+    trace: SpanContext | None
     method: str
     path: str
     at_us: int
@@ -84,19 +78,17 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     copy_of: RequestRecord | None = None
 
     @staticmethod
-    def of(received: Received, trace: TraceIds | None) -> RequestRecord:
+    def of(received: Received, trace: SpanContext | None) -> RequestRecord:
         """The record of a request that has just arrived."""
         return RequestRecord(
             received.request_id, trace, received.method, received.path, received.at_us, received.wall_ns
         )
 
-    def add(self, event: Event) -> None:
-        """Adds one event. An object that is no event changes nothing."""
+    def add(self, event: Event | Received) -> None:
+        """Adds one event. Its beginning, and an object that is no event, change nothing."""
         place = _PLACES.get(type(event))
         if place is not None:
             setattr(self, place, event)
-        elif type(event) is Classified:
-            self.classified = _with_short_model(event)
         elif type(event) is Preempted:
             self._take_back(event)
         elif type(event) is Risen:
@@ -187,6 +179,7 @@ EventHandlers = Mapping[type, Callable[[RequestRecord, Any], None]]
 
 
 _PLACES: Final = {
+    Classified: "classified",
     Queued: "queued",
     Admitted: "admitted",
     Refused: "refused",
@@ -196,12 +189,6 @@ _PLACES: Final = {
     Replayed: "replayed",
 }
 """The attribute of a record that has an event of this kind as it is."""
-
-
-def _with_short_model(event: Classified) -> Classified:
-    if event.model is None or len(event.model) <= LONGEST_MODEL:
-        return event
-    return msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
 
 
 REPLAYED_BECAUSE: Final[Mapping[str, str]] = {
@@ -275,12 +262,6 @@ def failed_with(event: Settled, *, from_status: int) -> str | None:
 
 # Looked up once: an enumeration's attribute costs as much as a call.
 _COMPLETED, _, _FAILED = Outcome
-_CODES: Final = {"ResponseCut": "response_cut", "CancelledError": "server_stopped"}
-
-
-def failure_code(error: str | None) -> str | None:
-    """A word for a value of `Settled.error`, for people: not the name of an exception that only the code knows."""
-    return None if error is None else _CODES.get(error, error)
 
 
 def failure_description(outcome: str, status: int | None, error: str | None) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from sidecar.admission.event_reporter import new_reporter
-from sidecar.events import Classified, FirstByte, Received
+from sidecar.events import LONGEST_MODEL, Classified, FirstByte, Received
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
@@ -51,13 +51,15 @@ async def test_a_process_that_was_held_up_as_a_request_came_does_not_shift_its_t
     assert before_ns - 1000 <= received.wall_ns + held_up_us * 1000 <= time.time_ns()
 
 
-async def test_the_first_byte_and_what_was_expected_are_told(tmp_path: Path) -> None:
+async def test_the_first_byte_and_what_was_expected_are_told_and_no_model_name_of_a_megabyte(tmp_path: Path) -> None:
     guarded = Guarded(App(), rules(tmp_path))
-    await Caller(guarded.sidecar, json.dumps(chat()).encode()).run()
+    await Caller(guarded.sidecar, json.dumps(chat(model="m" * 2**20)).encode()).run()
     (story,) = guarded.recorder.stories
     story.check()
     assert story.one(FirstByte).status == 200
-    assert story.one(Classified).expected is not None
+    classified = story.one(Classified)
+    assert classified.expected is not None
+    assert classified.model == "m" * LONGEST_MODEL
 
 
 class OfFailures(Recorder):

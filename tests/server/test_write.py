@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.admission.handover import Write, find_write
+from sidecar.admission.handover import WRITE_KEY, Write
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.support.serving import Served, serving
 from tests.support.wire import connected, exchange, get, post
@@ -32,8 +32,7 @@ async def served(app: Callable[..., Awaitable[None]]) -> AsyncIterator[Served]:
 
 
 def own(scope: Any) -> Write:
-    write = find_write(scope)
-    assert write is not None
+    write: Write = scope[WRITE_KEY]
     return write
 
 
@@ -83,7 +82,7 @@ async def test_before_http_1_1_there_are_no_chunks_and_the_connections_end_ends_
             await send(WITH_LENGTH)
             await send(body(b"ok", more=False))
             return
-        assert find_write(scope) is None
+        assert WRITE_KEY not in scope
         await send(start)
         for part in (b"o", b"", b"k"):
             await send(body(part))
@@ -100,7 +99,7 @@ async def test_before_http_1_1_there_are_no_chunks_and_the_connections_end_ends_
 
 async def test_a_response_to_head_has_a_head_only() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        assert find_write(scope) is None
+        assert WRITE_KEY not in scope
         await send({**START, "headers": [(b"transfer-encoding", b"chunked")]})
         await send(body(b"one"))
         await send(body(b"", more=False))

@@ -7,6 +7,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
+from opentelemetry.trace import SpanContext, TraceFlags
 
 from sidecar.events import (
     Admitted,
@@ -24,13 +25,14 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.telemetry.dispatch import EventDispatcher, Listener
-from sidecar.telemetry.request_record import RequestRecord, TraceIds
+from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.spans.tracer import RequestTracer
 
 ARRIVAL_US = 5_000_000
 ARRIVAL_NS = 1_790_000_000_123_456_789
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 CLIENT_SPAN_ID = 0xB7AD6B7169203331
+SAMPLED = SpanContext(TRACE_ID, CLIENT_SPAN_ID, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 TRACEPARENT = (b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 
 
@@ -129,7 +131,7 @@ TWICE_PREEMPTED = (
 """It waits for 1 s, 2 s and 0.5 s, the engine works for 2 s and 0.5 s in vain, and it starves from 3 s on."""
 
 
-def begin(listener: Listener, received: Received, trace: TraceIds | None = None) -> Callable[[Event], None]:
+def begin(listener: Listener, received: Received, trace: SpanContext | None = None) -> Callable[[Event], None]:
     """Begins a request for one listener alone; the returned function gives it the request's next event."""
     record = RequestRecord.of(received, trace)
 

@@ -21,6 +21,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.trace import SpanContext
 
 from sidecar import AdmissionMiddleware
 from sidecar.events import (
@@ -42,14 +43,13 @@ from sidecar.telemetry.logs.formats import JsonFormatter, TextFormatter
 from sidecar.telemetry.logs.request_log import AccessLog, RequestLog, access_log
 from sidecar.telemetry.logs.setup import LogSettings, log_settings, mounted_logging, own_logging
 from sidecar.telemetry.logs.writer import LineWriter
-from sidecar.telemetry.request_record import TraceIds
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.middleware import CHAT, KEYS, App, Guarded, chat, key, monitor, policy, write_policy
 from tests.support.serving import serving
 from tests.support.wire import exchange, post
 from tests.telemetry.span_stories import begin
 
-TRACE = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
+TRACE = SpanContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, is_remote=False)
 CLASSIFIED = Classified(1, "batch", "acme", "key", None, "chat", "m", 5, False, 10, 1)
 ADMITTED = Admitted(3_000_000, 2_000_000, 500_000, 2_500_000, {"high": 5}, 2, None)
 FULL = Refused(5_000_000, "queue_timeout", "no room", 503, 4_000_000, 1_500_000, 3_500_000, {"high": 5})
@@ -65,7 +65,7 @@ def lines(level: str = "info", format: str = "json") -> Iterator[list[str]]:
     written += stream.getvalue().splitlines()
 
 
-def tell(log: RequestLog, *events: Event, request_id: str = "mine", trace: TraceIds | None = TRACE) -> None:
+def tell(log: RequestLog, *events: Event, request_id: str = "mine", trace: SpanContext | None = TRACE) -> None:
     reported = begin(log, Received(0, 10**18, "POST", "/v1/completions", [], request_id), trace)
     for event in events:
         reported(event)

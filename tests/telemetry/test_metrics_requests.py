@@ -9,16 +9,17 @@ import msgspec
 import pytest
 from opentelemetry.context import get_current
 from opentelemetry.sdk.metrics.export import MetricsData
+from opentelemetry.trace import SpanContext
 
 from sidecar.events import FirstByte, Outcome, Settled
 from sidecar.telemetry.metrics.histograms import ROUND_TRIPS, WAITS
 from sidecar.telemetry.metrics.store import StoreMetrics
 from sidecar.telemetry.metrics.tenants import TenantHolding
-from sidecar.telemetry.request_record import TraceIds
 from tests.telemetry.measuring import BrokenProvider, Measuring
 from tests.telemetry.span_stories import (
     ARRIVAL_US,
     EXPECTED,
+    SAMPLED,
     admitted,
     begin,
     classified,
@@ -28,8 +29,6 @@ from tests.telemetry.span_stories import (
     refused,
     settled,
 )
-
-SAMPLED = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
 
 INSTALLED_LATER = """
 from opentelemetry import metrics
@@ -316,7 +315,7 @@ def test_every_duration_of_a_sampled_request_leads_to_its_span(measuring):
     assert get_current() == {}
 
 
-@pytest.mark.parametrize("trace", [None, msgspec.structs.replace(SAMPLED, is_sampled=False)])
+@pytest.mark.parametrize("trace", [None, SpanContext(SAMPLED.trace_id, SAMPLED.span_id, is_remote=False)])
 def test_a_request_whose_trace_is_not_kept_leaves_no_exemplar(measuring, trace):
     play(measuring.requests(), classified(), admitted(), trace=trace)
 

@@ -7,6 +7,7 @@ import subprocess
 import msgspec
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.trace import SpanContext
 from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
@@ -18,12 +19,20 @@ from sidecar.engines.view import Amount
 from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
 from sidecar.telemetry.metrics.prometheus import MOST_EXEMPLAR_CHARACTERS, PrometheusReader
 from sidecar.telemetry.metrics.views import views
-from sidecar.telemetry.request_record import TraceIds
 from tests.support.prometheus import program
-from tests.telemetry.span_stories import admitted, begin, classified, first_byte, queued, received, refused, settled
+from tests.telemetry.span_stories import (
+    SAMPLED,
+    admitted,
+    begin,
+    classified,
+    first_byte,
+    queued,
+    received,
+    refused,
+    settled,
+)
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5"
-SAMPLED = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
 
 
 class Scraped:
@@ -115,7 +124,11 @@ def test_the_next_scraper_sees_the_exemplar_until_there_is_a_newer_one(scraped):
     assert scraped.exemplars() == first
     assert len(first) == 1
 
-    scraped.play(classified(), admitted(), trace=msgspec.structs.replace(SAMPLED, trace_id=7))
+    scraped.play(
+        classified(),
+        admitted(),
+        trace=SpanContext(7, SAMPLED.span_id, is_remote=False, trace_flags=SAMPLED.trace_flags),
+    )
     (newer,) = scraped.exemplars().values()
     assert newer.labels["trace_id"] == f"{7:032x}"
 

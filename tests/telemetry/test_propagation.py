@@ -6,13 +6,12 @@ import opentelemetry.propagate
 import pytest
 from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
-from opentelemetry.trace import NoOpTracerProvider, SpanKind
+from opentelemetry.trace import NoOpTracerProvider, SpanContext, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from sidecar.events import Received
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.providers import none_is_set
-from sidecar.telemetry.request_record import TraceIds
 from sidecar.telemetry.spans.propagation import client_trace
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.telemetry.span_stories import (
@@ -189,7 +188,7 @@ def test_without_tracing_a_request_is_known_by_the_trace_that_the_client_names(
 
 
 def test_a_process_without_tracing_tells_its_listeners_of_the_clients_trace() -> None:
-    reported: list[TraceIds | None] = []
+    reported: list[SpanContext | None] = []
 
     class Ear:
         def __init__(self) -> None:
@@ -197,7 +196,7 @@ def test_a_process_without_tracing_tells_its_listeners_of_the_clients_trace() ->
 
     spans = RequestTracer(NoOpTracerProvider())
     EventDispatcher(spans, [Ear()]).received(received([TRACEPARENT]))
-    assert reported == [TraceIds(TRACE_ID, CLIENT_SPAN_ID, False)]
+    assert reported == [SpanContext(TRACE_ID, CLIENT_SPAN_ID, is_remote=True)]
 
 
 def test_a_propagator_that_is_not_installed_is_left_out_with_a_warning(monkeypatch, caplog):

@@ -56,7 +56,7 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest
 from sidecar.admission.event_reporter import new_reporter
 from sidecar.admission.forwarding import call_app, forwarded_scope
-from sidecar.admission.handover import with_write
+from sidecar.admission.handover import WRITE_KEY
 from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.slo_report import SloReport
@@ -115,7 +115,7 @@ class DryRunRequest:
                     self._front, controller, self._endpoint, scope, self._client, self._received_us
                 )
                 self._watcher, call = watcher, watcher.call
-            with_write(scope, None)  # every message is watched
+            scope.pop(WRITE_KEY, None)  # every message is watched
             if self._endpoint.forward_to is not None:
                 scope = forwarded_scope(scope, self._endpoint, scope["headers"])
             token = current.set(call)

@@ -23,7 +23,6 @@ from sidecar.telemetry.request_record import (
     EventHandlers,
     RequestRecord,
     failed_with,
-    failure_code,
     failure_description,
 )
 
@@ -35,6 +34,8 @@ MOST_MESSAGE = 500
 ACCESS_VARIABLE = "SIDECAR_ACCESS_LOG"
 
 _DRAINING, _STOPPED = "draining", "server_stopped"
+_CODES = {"ResponseCut": "response_cut", "CancelledError": _STOPPED}
+"""Words for values of `Settled.error` that are names of exceptions, which only the code knows."""
 
 Fields = dict[str, Any]
 
@@ -170,13 +171,13 @@ class RequestLog:
         if record.refused is not None:  # preempted, and not admitted again
             self._refused(record, record.refused)
             return
-        failure = failure_code(failed_with(event, from_status=FIRST_FAILURE))
+        failure = failed_with(event, from_status=FIRST_FAILURE)
         if failure is None and not self.writes(self.success_level):
             return
         classified, held = record.classified, event.held_tokens
         fields = {
             "event": "settled" if failure is None else "failed",
-            "code": event.outcome._value_ if failure is None else failure,
+            "code": event.outcome._value_ if failure is None else _CODES.get(failure, failure),
             "status": event.status,
             **_request_fields(record, record.admitted, event.at_us),
             "tokens_held": classified.tokens if held is None and classified is not None else held,
@@ -186,7 +187,7 @@ class RequestLog:
             self._write(self.success_level, "request %s %s", (record.request_id, fields["code"]), fields)
         else:
             arguments = (record.request_id, failure_description(event.outcome, event.status, event.error))
-            level = self.success_level if failure == _STOPPED else logging.WARNING
+            level = self.success_level if fields["code"] == _STOPPED else logging.WARNING
             self.write_bounded(level, "request %s failed: %s", arguments, fields)
 
 

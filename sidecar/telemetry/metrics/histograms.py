@@ -7,20 +7,18 @@ from typing import Final, NamedTuple
 
 from opentelemetry.context import Context, create_key
 from opentelemetry.metrics import MeterProvider, get_meter
-from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan
 
 from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.semconv import ADMISSION_DECISION, ADMISSION_TIER
+from sidecar.telemetry.spans.open_span import SPAN_KEY
 from sidecar.version import __version__
 
 WAITS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 ROUND_TRIPS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 _REQUEST_ID: Final = create_key("admission-request-id")
-(_SPAN,) = set_span_in_context(INVALID_SPAN, Context())
-"""In a context: its span."""
-_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
-_NO_EXEMPLAR: Final = set_span_in_context(INVALID_SPAN, Context())
+_NO_EXEMPLAR: Final = Context({SPAN_KEY: INVALID_SPAN})
 """Not the current context: the span of an app may be current, which is not the request's."""
 
 
@@ -88,10 +86,9 @@ class DurationHistogram:
 
 def exemplar_context(request: RequestRecord | None) -> Context:
     """A context with a recorded request's `admission` span and its id: the SDK makes exemplars from it."""
-    if request is None or request.trace is None or not request.trace.is_sampled:
+    if request is None or request.trace is None or not request.trace.trace_flags.sampled:
         return _NO_EXEMPLAR
-    ids = SpanContext(request.trace.trace_id, request.trace.span_id, is_remote=False, trace_flags=_SAMPLED)
-    return Context({_SPAN: NonRecordingSpan(ids), _REQUEST_ID: request.request_id})
+    return Context({SPAN_KEY: NonRecordingSpan(request.trace), _REQUEST_ID: request.request_id})
 
 
 def request_id_in(context: Context) -> str | None:

@@ -6,15 +6,14 @@ from contextvars import Token
 from typing import Final
 
 from opentelemetry import context as otel_context
-from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 from starlette.types import Message, Send
 
+from sidecar.telemetry.spans.open_span import SPAN_KEY
+
 APP_TRACE: Final = otel_context.create_key("admission-app-trace")
 """In a context: the `AppSpan` of the app's call that it belongs to."""
-(_SPAN,) = trace.set_span_in_context(trace.INVALID_SPAN, Context())
-"""In a context: its span. One dict is made for both, instead of three."""
 _EMPTY = Context()
 
 
@@ -29,7 +28,7 @@ class AppSpan:
     def __init__(self, span: Span, parent: Context) -> None:
         self._span = span
         self._is_over = self.has_usage = False
-        self._token = otel_context.attach(Context({**parent, _SPAN: span, APP_TRACE: self}))
+        self._token = otel_context.attach(Context({**parent, SPAN_KEY: span, APP_TRACE: self}))
 
     def detach(self) -> None:
         """See `events.AppTrace`."""

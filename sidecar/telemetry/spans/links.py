@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from opentelemetry.trace import Link, SpanContext, TraceFlags
+from opentelemetry.trace import Link
 
 from sidecar.telemetry import semconv
 from sidecar.telemetry.ahead import (
@@ -31,8 +31,6 @@ from sidecar.telemetry.spans.open_span import Attributes
 
 MOST_LINKS = 16
 """Links of one span. The first to overtake is the one to look at; each link costs some 5 microseconds and 100 bytes."""
-
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class WaitLinks(NamedTuple):
@@ -146,10 +144,10 @@ def _links(records: Iterable[RequestRecord], overtaken: str | None) -> list[Link
 
 def _link(record: RequestRecord, overtaken: str | None) -> Link | None:
     trace, classified, admitted = record.trace, record.classified, record.admitted
-    if trace is None or not trace.is_sampled or classified is None or admitted is None:
+    if trace is None or not trace.trace_flags.sampled or classified is None or admitted is None:
         return None
     attributes = {semconv.ADMISSION_TIER: classified.tier, semconv.ADMISSION_REQUEST_ID: record.request_id}
     rule = None if overtaken is None else admitted.passed.get(overtaken)
     if rule is not None:
         attributes[semconv.ADMISSION_RULE] = rule
-    return Link(SpanContext(trace.trace_id, trace.span_id, False, _SAMPLED), attributes)
+    return Link(trace, attributes)

@@ -12,11 +12,11 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import Span, SpanContext, SpanKind
 
 from sidecar.events import Headers, Received
-from sidecar.telemetry.request_record import TraceIds
 from sidecar.telemetry.spans.app_trace import is_inherited
+from sidecar.telemetry.spans.open_span import SPAN_KEY
 from sidecar.telemetry.spans.propagators import propagate
 
 
@@ -67,13 +67,13 @@ def parent_for(received: Received) -> tuple[Context, SpanKind]:
     return propagate.extract(received.headers, current, _GETTER), SpanKind.SERVER
 
 
-def client_trace(received: Received) -> TraceIds | None:
+def client_trace(received: Received) -> SpanContext | None:
     """The ids in a client's W3C `traceparent`: by these a request is found where the process makes no spans."""
     found = _traceparent(dict(received.headers).get(_TRACEPARENT, b""))
     if found is None:
         return None
-    trace_id, span_id = int(found[1], 16), int(found[2], 16)
-    return TraceIds(trace_id, span_id, is_sampled=False) if trace_id and span_id else None
+    context = SpanContext(int(found[1], 16), int(found[2], 16), is_remote=True)
+    return context if context.is_valid else None
 
 
 def injected(span: Span, received: Received) -> Headers:
@@ -82,7 +82,7 @@ def injected(span: Span, received: Received) -> Headers:
     Nothing but the span goes on, so that baggage is not written again: the client's own passes unchanged.
     """
     headers: list[tuple[bytes, bytes]] = []
-    propagate.get_global_textmap().inject(headers, trace.set_span_in_context(span, Context()), _SETTER)
+    propagate.get_global_textmap().inject(headers, Context({SPAN_KEY: span}), _SETTER)
     names = dict(headers)
     # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
     # lets an empty one replace it.

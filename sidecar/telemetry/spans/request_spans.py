@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opentelemetry.trace import Span, SpanKind
 
@@ -18,6 +18,7 @@ from sidecar.events import (
     Outcome,
     Preempted,
     Queued,
+    Received,
     Refused,
     Replayed,
     ReplayReason,
@@ -38,7 +39,7 @@ from sidecar.telemetry.request_record import (
 from sidecar.telemetry.spans.app_trace import AppSpan
 from sidecar.telemetry.spans.links import FindLinks, WaitLinks
 from sidecar.telemetry.spans.long_waits import LongWaits, SoFar
-from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan, known
+from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
 
 CLIENTS_ERRORS = 400
 SERVERS_ERRORS = 500
@@ -100,19 +101,21 @@ class RequestSpans:
         self.current: Span = admission.span
         self.app_trace: AppSpan | None = None
 
-    def note(self, event: Event) -> None:
+    def note(self, event: Event | Received) -> None:
         """Follows the request; its record has the event already."""
+        if (follow := _FOLLOWED.get(type(event))) is None:
+            return
         try:
-            if type(event) is Admitted:
-                self._admit(event)
-            elif type(event) is Settled or type(event) is Refused:
-                self._end()
-            elif type(event) is Preempted:
-                self.current = self._admission.span
-            elif type(event) is Queued and self._settings.long_waits is not None:
-                self._settings.long_waits.add(self)
+            follow(self, event)
         except Exception:
             self._settings.report()
+
+    def _queue(self, _: Queued) -> None:
+        if self._settings.long_waits is not None:
+            self._settings.long_waits.add(self)
+
+    def _preempt(self, _: Preempted) -> None:
+        self.current = self._admission.span
 
     def _admit(self, event: Admitted) -> None:
         """Begins an `engine` span."""
@@ -157,7 +160,7 @@ class RequestSpans:
         except Exception:
             self._settings.report()
 
-    def _end(self) -> None:
+    def _end(self, _: Settled | Refused) -> None:
         """Makes all other spans, and ends those that are open."""
         record = self._record
         if record.queued is not None:
@@ -197,12 +200,9 @@ class RequestSpans:
         moments: list[Moment] = []
         writes_usage, app_trace = self._settings.writes_usage, self.app_trace
         if writes_usage or (writes_usage is None and (app_trace is None or not app_trace.has_usage)):
-            used = {
-                semconv.GEN_AI_USAGE_INPUT_TOKENS: event.input_tokens,
-                semconv.GEN_AI_USAGE_CACHED_TOKENS: event.cached_tokens,
-                semconv.GEN_AI_USAGE_OUTPUT_TOKENS: event.output_tokens,
-            }
-            written |= known(used)
+            written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
+            written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
+            written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
         if first_byte is not None:
             moments.append((semconv.FIRST_BYTE, self._wall_ns(first_byte.at_us)))
             if classified is not None and classified.stream:
@@ -342,6 +342,15 @@ class RequestSpans:
         return self._record.wall_ns + (at_us - self._record.at_us) * 1000
 
 
+_FOLLOWED: Mapping[type, Callable[[RequestSpans, Any], None]] = {
+    Queued: RequestSpans._queue,
+    Admitted: RequestSpans._admit,
+    Preempted: RequestSpans._preempt,
+    Settled: RequestSpans._end,
+    Refused: RequestSpans._end,
+}
+
+
 def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | None:
     """Writes `error.type` where the engine failed (see `failed_with`); returns the description of the status."""
     failure = failed_with(event, from_status=from_status)
@@ -355,19 +364,17 @@ def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | 
 
 def _classification_attributes(event: Classified) -> Attributes:
     """The tenant and the tier."""
-    return known(
-        {
-            semconv.ADMISSION_TIER: event.tier,
-            semconv.ADMISSION_TENANT: event.tenant,
-            semconv.ADMISSION_KEY: event.key,
-            semconv.ADMISSION_SOURCE: event.source,
-            semconv.ADMISSION_TOKENS_RESERVED: event.tokens,
-            semconv.ADMISSION_CLAMPED_FROM: event.clamped_from,
-            semconv.ADMISSION_DOWNGRADED_FROM: event.downgraded_from,
-            semconv.ADMISSION_RISEN_FROM: event.risen_from,
-            **({} if event.expected is None else _expectation_attributes(event.expected)),
-        }
-    )
+    return {
+        semconv.ADMISSION_TIER: event.tier,
+        semconv.ADMISSION_TENANT: event.tenant,
+        semconv.ADMISSION_KEY: event.key,
+        semconv.ADMISSION_SOURCE: event.source,
+        semconv.ADMISSION_TOKENS_RESERVED: event.tokens,
+        semconv.ADMISSION_CLAMPED_FROM: event.clamped_from,
+        semconv.ADMISSION_DOWNGRADED_FROM: event.downgraded_from,
+        semconv.ADMISSION_RISEN_FROM: event.risen_from,
+        **({} if event.expected is None else _expectation_attributes(event.expected)),
+    }
 
 
 def _expectation_attributes(expected: Expectation) -> Attributes:
@@ -385,17 +392,19 @@ def _expectation_attributes(expected: Expectation) -> Attributes:
 def _admission_attributes(event: Admitted) -> Attributes:
     """That it was admitted, at which level, and which tiers it overtook by which rule."""
     engine, placed = event.engine, event.placed
-    return known(
-        {
-            semconv.ADMISSION_DECISION: "admitted",
-            semconv.ADMISSION_LEVEL: event.level,
-            semconv.ADMISSION_ENGINE_PRIORITY: event.engine_priority,
-            **{semconv.ADMISSION_PASSED_PREFIX + tier: rule for tier, rule in event.passed.items()},
-            semconv.ADMISSION_ENGINE: None if engine is None else engine_name(engine),
-            semconv.ADMISSION_ENGINE_HIT: None if placed is None else dict(placed.hits).get(engine or "", 0),
-            semconv.ADMISSION_ENGINE_CLAIMED_S: placed.claimed_us / 1e6 if placed and placed.claimed_us else None,
-        }
-    )
+    attributes: Attributes = {
+        semconv.ADMISSION_DECISION: "admitted",
+        semconv.ADMISSION_LEVEL: event.level,
+        semconv.ADMISSION_ENGINE_PRIORITY: event.engine_priority,
+        **{semconv.ADMISSION_PASSED_PREFIX + tier: rule for tier, rule in event.passed.items()},
+    }
+    if engine is not None:
+        attributes[semconv.ADMISSION_ENGINE] = engine_name(engine)
+    if placed is not None:
+        attributes[semconv.ADMISSION_ENGINE_HIT] = dict(placed.hits).get(engine or "", 0)
+        if placed.claimed_us:
+            attributes[semconv.ADMISSION_ENGINE_CLAIMED_S] = placed.claimed_us / 1e6
+    return attributes
 
 
 def _refusal_attributes(event: Refused, classified: Classified | None) -> Attributes:
@@ -403,19 +412,17 @@ def _refusal_attributes(event: Refused, classified: Classified | None) -> Attrib
 
     That is the HTTP conventions' rule, for `error.type` as for the span's status.
     """
-    return known(
-        {
-            semconv.ADMISSION_DECISION: event.code if event.code in ABANDONED else "refused",
-            semconv.ADMISSION_REASON: event.code,
-            semconv.HTTP_RESPONSE_STATUS_CODE: event.status,
-            semconv.ADMISSION_TENANT: event.tenant if classified is None else classified.tenant,
-            semconv.ADMISSION_KEY: event.key if classified is None else classified.key,
-            semconv.ADMISSION_TIER: event.tier if classified is None else classified.tier,
-            semconv.GEN_AI_REQUEST_MODEL: None if classified is None else classified.model,  # else `engine` has it
-            semconv.ERROR_TYPE: event.code if _is_servers_failure(event) else None,
-            **_gain_attributes(event.gain),
-        }
-    )
+    return {
+        semconv.ADMISSION_DECISION: event.code if event.code in ABANDONED else "refused",
+        semconv.ADMISSION_REASON: event.code,
+        semconv.HTTP_RESPONSE_STATUS_CODE: event.status,
+        semconv.ADMISSION_TENANT: event.tenant if classified is None else classified.tenant,
+        semconv.ADMISSION_KEY: event.key if classified is None else classified.key,
+        semconv.ADMISSION_TIER: event.tier if classified is None else classified.tier,
+        semconv.GEN_AI_REQUEST_MODEL: None if classified is None else classified.model,  # else `engine` has it
+        semconv.ERROR_TYPE: event.code if _is_servers_failure(event) else None,
+        **_gain_attributes(event.gain),
+    }
 
 
 def _is_servers_failure(event: Refused) -> bool:
@@ -425,14 +432,12 @@ def _is_servers_failure(event: Refused) -> bool:
 
 def _observed_attributes(event: Observed) -> Attributes:
     """The end that enforcing would have given it."""
-    return known(
-        {
-            semconv.OBSERVED_DECISION: event.verdict.value,
-            semconv.OBSERVED_QUEUE_WAIT_S: event.queue_wait_us / 1e6,
-            semconv.OBSERVED_STARVATION_S: event.starvation_us / 1e6,
-            semconv.OBSERVED_REASON: event.code,
-        }
-    )
+    return {
+        semconv.OBSERVED_DECISION: event.verdict.value,
+        semconv.OBSERVED_QUEUE_WAIT_S: event.queue_wait_us / 1e6,
+        semconv.OBSERVED_STARVATION_S: event.starvation_us / 1e6,
+        semconv.OBSERVED_REASON: event.code,
+    }
 
 
 def _waiting_attributes(event: Admitted | Refused) -> Attributes:
@@ -451,15 +456,13 @@ def _served_ahead_attributes(event: Admitted | Refused) -> Attributes:
 
 def _settlement_attributes(event: Settled) -> Attributes:
     """How the admitted request ended."""
-    return known(
-        {
-            semconv.ADMISSION_OUTCOME: event.outcome._value_,
-            semconv.ADMISSION_TOKENS_USED: event.tokens_used,
-            semconv.HTTP_RESPONSE_STATUS_CODE: event.status,
-            semconv.ADMISSION_GROWTHS: event.growths or None,
-            **_gain_attributes(event.gain),
-        }
-    )
+    return {
+        semconv.ADMISSION_OUTCOME: event.outcome._value_,
+        semconv.ADMISSION_TOKENS_USED: event.tokens_used,
+        semconv.HTTP_RESPONSE_STATUS_CODE: event.status,
+        semconv.ADMISSION_GROWTHS: event.growths or None,
+        **_gain_attributes(event.gain),
+    }
 
 
 def _gain_attributes(gain: ServiceGain | None) -> Attributes:
@@ -475,13 +478,11 @@ def _gain_attributes(gain: ServiceGain | None) -> Attributes:
 
 def _engine_request_attributes(classified: Classified, settings: SpanSettings) -> Attributes:
     """The attributes that the GenAI conventions want when a call to a model starts."""
-    return known(
-        {
-            semconv.GEN_AI_OPERATION_NAME: semconv.OPERATIONS.get(classified.api, classified.api),
-            semconv.GEN_AI_REQUEST_STREAM: classified.stream,
-            semconv.GEN_AI_PROVIDER_NAME: settings.provider_name,
-            semconv.ADMISSION_SERVED_BY: settings.served_by,
-            semconv.GEN_AI_REQUEST_MODEL: classified.model,
-            semconv.GEN_AI_REQUEST_MAX_TOKENS: classified.max_output_tokens,
-        }
-    )
+    return {
+        semconv.GEN_AI_OPERATION_NAME: semconv.OPERATIONS.get(classified.api, classified.api),
+        semconv.GEN_AI_REQUEST_STREAM: classified.stream,
+        semconv.GEN_AI_PROVIDER_NAME: settings.provider_name,
+        semconv.ADMISSION_SERVED_BY: settings.served_by,
+        semconv.GEN_AI_REQUEST_MODEL: classified.model,
+        semconv.GEN_AI_REQUEST_MAX_TOKENS: classified.max_output_tokens,
+    }

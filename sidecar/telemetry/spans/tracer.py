@@ -20,13 +20,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from opentelemetry import trace
-from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider
+from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider, SpanContext
 
 from sidecar.events import Received
 from sidecar.telemetry import semconv
 from sidecar.telemetry.failures import FirstFailure
 from sidecar.telemetry.providers import no_tracers_are_set
-from sidecar.telemetry.request_record import RequestRecord, TraceIds
+from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.spans.links import FindLinks
 from sidecar.telemetry.spans.long_waits import LongWaits
 from sidecar.telemetry.spans.open_span import Attributes, OpenSpan
@@ -103,11 +103,9 @@ class RequestTracer:
             self.report()
             return None
 
-    def spans(self, record: RequestRecord, admission: OpenSpan | None) -> RequestSpans | None:
-        """The spans of a request whose `admission` is recorded."""
-        if admission is None or not admission.span.is_recording():
-            return None
-        return RequestSpans(self._settings, record, admission)
+    def spans(self, record: RequestRecord, admission: OpenSpan) -> RequestSpans | None:
+        """The spans of a request, where its `admission` is recorded."""
+        return RequestSpans(self._settings, record, admission) if admission.span.is_recording() else None
 
     def _current(self) -> trace.Tracer | None:
         """The tracer now, None where nothing records spans."""
@@ -124,10 +122,10 @@ class RequestTracer:
         return self._tracer
 
 
-def trace_ids(span: OpenSpan) -> TraceIds:
-    """The ids of a span, and whether it is recorded for a backend."""
-    context = span.context
-    return TraceIds(context.trace_id, context.span_id, span.span.is_recording() and context.trace_flags.sampled)
+def recorded_context(span: OpenSpan) -> SpanContext:
+    """A span's context. It is not sampled where the span is not recorded, whatever was sent with its parent."""
+    context = span.span.get_span_context()
+    return context if span.span.is_recording() else SpanContext(context.trace_id, context.span_id, is_remote=False)
 
 
 def _request_attributes(event: Received) -> Attributes:
