@@ -99,20 +99,19 @@ class _Tier:
 class Flood:
     """A flood on a pool. `worst`: of each level the longest wait of a front, in D; of `owes` in its bound.
 
-    `player`: the pool. `over`: sizes are up to the size limit, and not only up to the reserve.
+    `over`: sizes are up to the size limit, and not only up to the reserve.
     """
 
     def __init__(
-        self, seed: int, engines: int = 0, *, over: bool = True, by_gain: bool = False, scale: int = 1,
-        player: type[SchedulerPlayer] = SchedulerPlayer,
-    ) -> None:  # fmt: skip
+        self, seed: int, engines: int = 0, *, over: bool = True, by_gain: bool = False, scale: int = 1
+    ) -> None:
         self.luck = luck = random.Random(f"{seed} {engines} {over} {by_gain}")
         self.is_alone, self.order = not engines, count()
         while True:
             policy = random_policy(luck, both=luck.random() < 0.5, by_gain=by_gain)
             if engines:
                 policy["engines"] = random_engines(luck, engines)
-            self.pool = player(policy)
+            self.pool = SchedulerPlayer(policy)
             self.scheduler = self.pool.scheduler
             self.scheduler.look(0)
             self.figures = figures_for(self.scheduler.rules, self.scheduler.capacity)
@@ -179,14 +178,12 @@ class Flood:
     def _at(self, at_us: int, step: dict[str, Any]) -> None:
         heapq.heappush(self.events, (at_us, next(self.order), step))
 
-    def play(self, until_us: int | None = None) -> Flood:
+    def play(self) -> Flood:
         held: dict[str, int] = {}
         change_us: int | None = None
         while self.events or change_us is not None:
             moments = [at for at in (change_us, self.events[0][0] if self.events else None) if at is not None]
             now_us = min(moments)
-            if until_us is not None and now_us > until_us:
-                break
             self._look_back(now_us)
             while self.events and self.events[0][0] == now_us:
                 step = heapq.heappop(self.events)[2]
