@@ -282,7 +282,9 @@ def _legend(policy: Policy) -> Sequence[str]:
     """Meaning of the columns."""
     first = policy.rules.tiers[0]
     emergency = f", even while {first.name} holds its limit" if first.always_first else ""
-    engine = "; it must fit one engine, too" if policy.engines is not None else ""
+    engine = ""
+    if policy.engines is not None:
+        engine, emergency = "; it must fit one engine, too", emergency and f"{emergency} on other engines"
     kept = "reserve: what a tier always gets back; kept idle: the part of it that no other tier may use"
     if policy.rules.is_by_gain:
         kept = (

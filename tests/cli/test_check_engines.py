@@ -76,6 +76,12 @@ def test_the_pool_is_the_sum_and_a_request_fits_the_largest_engine(
     assert "no warnings" in out
 
 
+def test_an_emergency_leaves_room_on_other_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = POLICY.replace("{high", "{critical: {reserve: 10%, limit: 10%, always_first: true}, high")
+    assert main(["check", str(pool(tmp_path, first + AB))]) == 0
+    assert "room in a bounded time, even while critical holds its limit on other engines;" in capsys.readouterr().out
+
+
 def test_what_is_switched_off_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     off = f"{AB}  affinity: {{prefix: false}}\n  replay: {{before_first_byte: 0}}\n  prefill: 16k\n"
     out = checked(tmp_path, off, capsys)

@@ -80,6 +80,6 @@ class OneReplica:
             guard = next(of.guard for of in m.pool.reply.tiers if of.tier == step["tier"])
             share = round(step["share"] * calls.PPM)
             m._guard._decided.append(calls.GuardDecided(step["tier"], guard.decided_us, share, 0, 0, []))
-            m._due_us = now  # a replica decides when it makes a call
+            m._call_by(now)  # as a replica that has decided
         elif what == "cap":
             m.tell(calls.Cap(step["engine"], step["requests"], us(step["until"]) - now), now)

@@ -3,6 +3,11 @@
 A flood wants to delay: requests of one token, of the reserve and of the size limit beside each other, bursts that come
 just before leases end, one tier that sends far more than the others, leases mostly at their longest, clients that give
 up, leases that shrink or grow, engines that all want.
+
+With several engines two kinds of waits have no bound in D, and do not count. In line for the floor: until the last that
+is before it in order (of an `always_first` tier, or for the floor for longer) has entered its engine, which closes to
+all others. And a front: until the last of its own tier that is before it (one that came earlier, or stood for the
+floor) has entered, because the line has many of a tier, and class 4 is by arrival.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from typing import Any
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.figures import figures_for
 from sidecar.scheduling.scheduler import INSIDE, LINE
+from sidecar.scheduling.tickets import ScheduledLease
 from sidecar.scheduling.time_alone import next_change
 from tests.scheduling.player import SchedulerPlayer
 
@@ -25,7 +31,7 @@ LEVELS = ("inside", "small", "large", "line", "owes")
 
 
 def random_policy(luck: random.Random, *, both: bool, by_gain: bool) -> dict[str, Any]:
-    """One to five tiers. An always_first tier has its reserve for its limit."""
+    """One to five tiers. An always_first tier has its floor for its limit: by gain a part of its reserve (rule 9)."""
     parts = [luck.choice([0, 1, 1, 2, 4, 8]) for _ in range(luck.randint(1, 5))]
     whole = Fraction(luck.choice([20, 50, 80, 95]), 100 * max(1, sum(parts)))
     tiers: list[dict[str, Any]] = []
@@ -39,6 +45,9 @@ def random_policy(luck: random.Random, *, both: bool, by_gain: bool) -> dict[str
     policy: dict[str, Any] = {"tiers": tiers, "order": "gain" if by_gain else "level"}
     if by_gain:
         policy["fair"] = luck.choice([Fraction(1, 4), Fraction(1, 2), 1])
+        for tier in tiers:
+            if tier.get("always_first"):
+                tier["limit"] = max(policy["fair"], 1 - tier["lend"]) * tier["reserve"]
     if luck.random() < 0.5:
         promote_after_s = luck.choice([D // 7, 3 * D]) / 1e6
         policy["aging"] = {"promote_after_s": promote_after_s, "ceiling": luck.choice(tiers)["name"]}
@@ -90,20 +99,19 @@ class _Tier:
 class Flood:
     """A flood on a pool. `worst`: of each level the longest wait of a front, in D; of `owes` in its bound.
 
-    `player`: the pool. `over`: sizes are up to the size limit, and not only up to the reserve.
+    `over`: sizes are up to the size limit, and not only up to the reserve.
     """
 
     def __init__(
-        self, seed: int, engines: int = 0, *, over: bool = True, by_gain: bool = False, scale: int = 1,
-        player: type[SchedulerPlayer] = SchedulerPlayer,
-    ) -> None:  # fmt: skip
+        self, seed: int, engines: int = 0, *, over: bool = True, by_gain: bool = False, scale: int = 1
+    ) -> None:
         self.luck = luck = random.Random(f"{seed} {engines} {over} {by_gain}")
         self.is_alone, self.order = not engines, count()
         while True:
             policy = random_policy(luck, both=luck.random() < 0.5, by_gain=by_gain)
             if engines:
                 policy["engines"] = random_engines(luck, engines)
-            self.pool = player(policy)
+            self.pool = SchedulerPlayer(policy)
             self.scheduler = self.pool.scheduler
             self.scheduler.look(0)
             self.figures = figures_for(self.scheduler.rules, self.scheduler.capacity)
@@ -170,14 +178,12 @@ class Flood:
     def _at(self, at_us: int, step: dict[str, Any]) -> None:
         heapq.heappush(self.events, (at_us, next(self.order), step))
 
-    def play(self, until_us: int | None = None) -> Flood:
+    def play(self) -> Flood:
         held: dict[str, int] = {}
         change_us: int | None = None
         while self.events or change_us is not None:
             moments = [at for at in (change_us, self.events[0][0] if self.events else None) if at is not None]
             now_us = min(moments)
-            if until_us is not None and now_us > until_us:
-                break
             self._look_back(now_us)
             while self.events and self.events[0][0] == now_us:
                 step = heapq.heappop(self.events)[2]
@@ -195,11 +201,26 @@ class Flood:
         luck, (tier, tokens) = self.luck, (self.pool.leases[name].ticket.tier, self.pool.leases[name].ticket.tokens)
         mine = [lease for lease in self.pool.leases.values() if lease.ticket.tier == tier and lease.ticket.excess]
         self.turns[tier] = max(self.turns[tier], len(mine))
+        self._goes_before(self.pool.leases[name], now_us)
         self._at(now_us + held_us, {"do": "settle", "id": name})
         if not self.is_alone:
             self._at(now_us + luck.randint(1, held_us), {"do": "prefilled", "id": name})
         if luck.random() < 0.2 and tokens > 1:
             self._at(now_us + luck.randrange(held_us), {"do": "resize", "id": name, "tokens": luck.randint(1, tokens)})
+
+    def _goes_before(self, lease: ScheduledLease, now_us: int) -> None:
+        """With engines and prompts: those that it was before begin to wait from now on."""
+        entered, first = lease.ticket, self.scheduler.rules.tiers[lease.ticket.tier].always_first
+        for level, name in self.since if not self.is_alone else ():
+            if (ticket := self.pool.tickets.get(name)) is None:
+                continue
+            if level == "line":
+                is_before = lease.engine == ticket.engine and (first or entered.admission < ticket.admission)
+            else:
+                is_earlier = entered.counted_us < now_us or entered.arrival < ticket.arrival
+                is_before = level != "inside" and entered.tier == ticket.tier and is_earlier
+            if is_before:
+                self.since[level, name] = max(now_us, self.since[level, name])
 
     def _look_back(self, now_us: int) -> None:
         for (level, _), since_us in self.since.items():
@@ -217,10 +238,12 @@ class Flood:
             front = next((ticket for ticket in lined if not ticket.is_for_floor), None)
             for ticket in {*lined, *heads}:
                 order_class = scheduler.class_for(ticket, front, heads)
-                if order_class in (INSIDE, LINE):
-                    found["inside" if order_class == INSIDE else "line", ticket.id] = now_us
+                if order_class == LINE:
+                    found["line", ticket.id] = now_us
+                elif order_class == INSIDE and scheduler.is_within_limit(ticket):  # no limit in the way
+                    found["inside", ticket.id] = now_us
             fronts = heads[:1] if front is None else [front]
-            for ticket in filter(scheduler.is_within_limit, fronts):  # no limit in the way
+            for ticket in filter(scheduler.is_within_limit, fronts):
                 if scheduler.is_small(ticket):
                     found["small", ticket.id] = now_us
                 else:
