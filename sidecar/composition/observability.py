@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sidecar.admission.controller import AdmissionController
+from sidecar.admission.controller import AdmissionController, Monitor
 from sidecar.admission.policy_snapshot import objective_for
 from sidecar.cluster.document import EngineStatus
 from sidecar.cluster.overview import Generations, PoolOverview
@@ -32,7 +32,6 @@ from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.links import WaitFinder
 from sidecar.telemetry.spans.long_waits import LongWaits
 from sidecar.telemetry.spans.tracer import RequestTracer
-from sidecar.tenants.records import StoredRecords
 from sidecar.tenants.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from sidecar.policy.followed_hours import FollowedHours
     from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal, UsesPolicy
     from sidecar.tenants.registry import StoredTenantsRegistry
+    from sidecar.tenants.stored import TenantRecords
 
 UNCOUNTED = (
     "tokens_per_day and tokens_per_month do nothing here: the tenants' use is not counted (no store, or usage_days: 0)"
@@ -48,15 +48,14 @@ UNCOUNTED = (
 _WRITES_USAGE = {UsageInTraces.ONCE: None, UsageInTraces.ALWAYS: True, UsageInTraces.NEVER: False}
 
 
-class Observability:
+class Observability(Monitor):
     """One per admission controller. `files` are the policy's, None where it came from no file; `is_shared` says the
     pool is in a store.
 
     `is_shown` says that `routes` are served. Without them, and without an SDK, no more is done than to log failures.
     `records` are the tenants in the store, None where the policy has none there. `usage` counts what tenants use.
-    `observer` and `observed` are the controller's, `routes` are for the admin port, and `scrape` is for
-    `configure_from_environment`. `open` belongs to the server's start and `close` to its end, before the pool ends;
-    without them the pages show this process alone. Raises ValueError for an environment that cannot be.
+    `scrape` is for `configure_from_environment`. Without `open` the pages show this process alone, and `close` comes
+    before the pool's end. Raises ValueError for an environment that cannot be.
     """
 
     def __init__(
@@ -69,9 +68,10 @@ class Observability:
         *,
         is_shared: bool,
         is_shown: bool,
-        records: StoredRecords | None = None,
+        records: TenantRecords | None = None,
         usage: TenantUsage | None = None,
     ) -> None:
+        super().__init__()
         self.scrape = MetricsEndpoint()
         self._policy = policy
         self._hours: FollowedHours | None = None
@@ -105,12 +105,11 @@ class Observability:
         controller.engine_watch.on_change.append(self._live.share_now)
         self._usage = usage
         self._ending: list[Callable[[], None]] = []
-        self.routes: Sequence[BaseRoute] = ()
         if is_shown:
             self.routes = self._routes(controller, journal, names, is_shared=is_shared)
 
     def _follow(
-        self, controller: AdmissionController, files: PolicyFiles | None, records: StoredRecords | None
+        self, controller: AdmissionController, files: PolicyFiles | None, records: TenantRecords | None
     ) -> None:
         """Follows the policy's files, the tenants in the store, and the hours of both, where there are any.
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from sidecar.fleet.discovery import EngineDiscovery
 from sidecar.fleet.member import EngineMember
 from sidecar.fleet.settings import FleetSettings
-from sidecar.policy.fleet import EngineAddress
+from sidecar.policy.fleet import MOST_ENGINES, EngineAddress
 from sidecar.pools.engine_reader import warn_of_unbounded
 from sidecar.pools.engines import EngineOffer
 from sidecar.tasks import end
@@ -79,7 +79,7 @@ class Fleet:
             for look in late:
                 look.cancel()
         self.is_starting = False
-        self._report()
+        self.report()
 
     async def close(self) -> None:
         """Ends discovery and all watching, and closes all connections. No member is left."""
@@ -160,7 +160,7 @@ class Fleet:
         self.settings = settings
         for member in self._members.values():
             member.watch.change_health(settings.health)
-        self._report()
+        self.report()
 
     def drain(self, name: str) -> EngineMember | None:
         """The engine takes no new requests until it is resumed or restarts. None where there is no such engine.
@@ -204,12 +204,8 @@ class Fleet:
 
     # -- for its members
 
-    def changed(self, member: EngineMember) -> None:  # noqa: ARG002  # see `MemberOwner`
-        """See `MemberOwner`."""
-        self._report()
-
     def next_incarnation(self, name: str) -> int:
-        """See `MemberOwner`."""
+        """A number that no incarnation of that engine had before."""
         found = self._incarnations.pop(name, 0) + 1
         self._incarnations[name] = found  # the last one in the dictionary's order
         for old in list(self._incarnations)[: len(self._incarnations) - MOST_NAMES]:
@@ -218,32 +214,20 @@ class Fleet:
         return found
 
     def restarted(self, member: EngineMember) -> None:
-        """See `MemberOwner`."""
+        """The member is a new incarnation: what was known of the engine's prefix cache is over."""
         self._incarnations[member.name] = max(self._incarnations.get(member.name, 0), member.incarnation)
         self.on_restart(member)
 
     def may_eject_slow(self, member: EngineMember) -> bool:
-        """See `MemberOwner`: not more than half of the engines may be out then. A single engine is one engine."""
+        """True if a slow engine may go out of use: if no more than half are out then, or it is the only one."""
         out = sum(not other.is_up for other in self._members.values() if other is not member)
         return len(self._members) == 1 or 2 * (out + 1) <= len(self._members)
 
-    def crowded(self, member: EngineMember, for_s: float) -> None:
-        """See `MemberOwner`."""
-        self.on_crowded(member.id, for_s)
-
-    def preempted(self, member: EngineMember, now_us: int) -> None:
-        """See `MemberOwner`."""
-        self.on_preemptions(member.name, member.preemptions, now_us)
-
     def sized(self, member: EngineMember) -> None:
-        """See `MemberOwner`. The engines are of one kind, which is warned of once."""
+        """The member's size was read for the first time. The engines are of one kind, which is warned of once."""
         if member.size is not None and not self._has_sized:
             self._has_sized = True
             warn_of_unbounded(self.settings.engine, member.size)
-
-    def size(self) -> int:
-        """See `MemberOwner`."""
-        return len(self.discovery.engines)
 
     # -- discovery
 
@@ -261,12 +245,12 @@ class Fleet:
             elif known.address != address:
                 known.change_address(address)
         self._refused = tuple(problems)
-        self._report()
+        self.report()
 
     def _find_wanted(self) -> tuple[dict[str, EngineAddress], list[str]]:
         """The engines to have, by name: of too many first those that are there already, and then by name."""
         found = {engine.name: engine for engine in self.discovery.engines}
-        most, problems = self.settings.most_engines, []
+        most, problems = MOST_ENGINES, []
         if len(found) > most:
             order = sorted(found, key=lambda name: (name not in self._members, name))
             problems.append(f"there are {len(found)} engines, and a pool has {most} at most: {most} of them are used")
@@ -301,11 +285,12 @@ class Fleet:
         await member.proxy.close()
         with suppress(ValueError):
             self._leaving.remove(member)
-        self._report()
+        self.report()
 
     # -- reporting
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """An offer, or the state of an engine, may have changed."""
         if not self._will_report:
             self._will_report = True
             asyncio.get_running_loop().call_soon(self._report_now)

@@ -436,8 +436,11 @@ async def test_engines_come_and_go_by_discovery_and_one_that_is_back_is_a_new_in
         assert fleet.readiness() == ("no engine is known",)
 
 
-async def test_of_too_many_engines_those_that_are_there_stay_and_a_bad_address_is_left_out() -> None:
-    async with engines(1) as (engine,), fleet_of([engine.address("z")], most_engines=4) as fleet:
+async def test_of_too_many_engines_those_that_are_there_stay_and_a_bad_address_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sidecar.fleet.fleet.MOST_ENGINES", 4)
+    async with engines(1) as (engine,), fleet_of([engine.address("z")]) as fleet:
         port = free_port()
         more = [EngineAddress(f"e{number}", f"http://127.0.0.1:{port}", WRITTEN, UNLIMITED) for number in range(200)]
         listed(fleet, [*more, engine.address("z")])
