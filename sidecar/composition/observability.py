@@ -14,7 +14,6 @@ from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.sampler import KINDS, PoolSampler
 from sidecar.cluster.sources import Sources
 from sidecar.engines import NoPriorityEngine
-from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.events import ShadowHolds
 from sidecar.policy.choices import Mode, UsageInTraces
 from sidecar.policy.model import Policy
@@ -84,9 +83,8 @@ class Observability(Monitor):
         journal, recent = Journal(), Recent()
         self._pool, self._recent, self._waits = pool, recent, ModeWaits(pool)
         names = [tier.name for tier in policy.tiers]
-        metrics = RequestMetrics(
-            policy.pool, tiers=names, measured=_find_measured(policy), tenants_shown=shown_tenants(environment)
-        )
+        measured = [tier.name for tier in policy.tiers if objective_for(tier) is not None]
+        metrics = RequestMetrics(policy.pool, tiers=names, measured=measured, tenants_shown=shown_tenants(environment))
         self._dry_run, generations = self._dry_run_stats(controller), Generations()
         sources = self._sources(controller, metrics, journal)
         self._live = PoolOverview(sources, generations=generations)
@@ -206,7 +204,7 @@ class Observability(Monitor):
             oldest=self._waits.oldest,
             engines=lambda: None if controller.engines is None else controller.engines.documents(),
             lease_sizes=controller.lease_sizes.documents,
-            engine_speeds=lambda: _engine_speeds(controller),
+            engine_speeds=lambda: controller.gain.document().engines if controller.snapshot.objectives else (),
             aborting=controller.pending_aborts.held,
             engine_up=lambda: controller.engine_watch.up,
             policies_rejected=lambda: 0 if self._watch is None else self._watch.rejections,
@@ -233,7 +231,8 @@ class Observability(Monitor):
 
     def notices(self) -> Sequence[str]:
         """Notices for the operator about the policy's files, and about replicas that run another policy."""
-        uncounted = () if self._usage is not None or not _has_budgets(self._policy) else (UNCOUNTED,)
+        has_budgets = any(tenant.has_budgets for tenant in self._policy.named.values())
+        uncounted = (UNCOUNTED,) if has_budgets and self._usage is None else ()
         following = [part for part in (self._watch, self._registry, self._usage) if part is not None]
         return [*(notice for part in following for notice in part.notices()), *uncounted, *self._live.notices()]
 
@@ -267,22 +266,9 @@ def _place(pool: Pool, tiers: Sequence[str], record: RequestRecord) -> int | Non
     return pool.standing(tiers.index(record.tier), QueueMark(*mark)).ahead
 
 
-def _find_measured(policy: Policy) -> Sequence[str]:
-    """The tiers whose service gain is measured."""
-    return [tier.name for tier in policy.tiers if objective_for(tier) is not None]
-
-
-def _engine_speeds(controller: AdmissionController) -> Sequence[EngineSpeedDocument]:
-    return controller.gain.document().engines if controller.snapshot.objectives else ()
-
-
 def _engine_view(controller: AdmissionController) -> EngineStatus | None:
     watch = controller.engine_watch
     return None if watch.up is None else EngineStatus(watch.state.value, watch.reason or "", watch.for_s)
-
-
-def _has_budgets(policy: Policy) -> bool:
-    return any(tenant.has_budgets for tenant in policy.named.values())
 
 
 def _starvation_limits_s(policy: Policy) -> Mapping[str, float]:

@@ -204,10 +204,6 @@ class EngineSizes:
         return self.overlap.counted(tokens) if self.trust.uses_overlap else max(1, tokens)
 
 
-def _last_read_us(engine: EngineSizes) -> int:
-    return engine.read_us
-
-
 class LeaseSizes:
     """The sizes of a process's leases in one pool. Not thread-safe; every method returns at once.
 
@@ -433,9 +429,10 @@ class LeaseSizes:
 
     def forget_idle(self) -> None:
         """Forgets the engine of those that run nothing that has not been read for longest."""
-        idle = min((engine for engine in self._engines.values() if not engine.leases), key=_last_read_us, default=None)
-        if idle is not None:
-            del self._engines[idle.name]
+        idle = (engine for engine in self._engines.values() if not engine.leases)
+        oldest = min(idle, key=lambda engine: engine.read_us, default=None)
+        if oldest is not None:
+            del self._engines[oldest.name]
             self.has_many_engines = len(self._engines) > _MOST_ENGINES
             self._trust_changed()
 

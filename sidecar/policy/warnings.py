@@ -18,7 +18,7 @@ from sidecar.policy.hours import Hours, never_counting
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import FilePlace, Found, Path, Problem, dotted, suggestion
 from sidecar.policy.rules import MOST_EXCESS, UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
-from sidecar.policy.tenant import AccountLimits, Limits, Tenant
+from sidecar.policy.tenant import AccountLimits, Tenant
 from sidecar.policy.tenant_keys import TenantKey
 from sidecar.policy.tier import Tier, Timeouts
 
@@ -340,24 +340,17 @@ def nominal_rules(policy: Policy) -> PoolRules:
 
 def _starving(tier: TierRules, rules: PoolRules) -> Found:
     """A tier with no floor, under tiers that it never reaches by aging and that can hold the whole pool."""
-    above = rules.tiers[: best_level(rules, tier.level)]
-    if has_reserve(tier) or not _can_fill(above, rules):
+    best = best_level(rules, tier.level)
+    above = rules.tiers[:best]
+    can_fill = any(sum(other.limit[d] for other in above) >= rules.capacity[d] != UNLIMITED for d in range(2))
+    if has_reserve(tier) or not can_fill:
         return
-    ceiling = (
-        "does not age"
-        if best_level(rules, tier.level) == tier.level
-        else "ages no further than " + (rules.tiers[best_level(rules, tier.level)].name)
-    )
+    ceiling = "does not age" if best == tier.level else f"ages no further than {rules.tiers[best].name}"
     names = ", ".join(other.name for other in above)
     yield (
         ("tiers", tier.name),
         f"can starve: it has no reserve, {ceiling}, and {names} can hold the whole pool; give it a reserve, even 5%",
     )
-
-
-def _can_fill(tiers: tuple[TierRules, ...], rules: PoolRules) -> bool:
-    """True if the tiers' limits together reach the pool, in either of the dimensions that it bounds."""
-    return any(sum(tier.limit[d] for tier in tiers) >= rules.capacity[d] != UNLIMITED for d in range(2))
 
 
 def _idle(tier: TierRules, rules: PoolRules, *, shows_amount: bool) -> Found:
@@ -462,7 +455,8 @@ def _too_small(
     if limits.tokens_per_minute is None:
         return
     most = limits.tokens_per_minute * limits.burst_us // A_MINUTE_US
-    output = _assumed_output(policy.tiers[tenant.level], tenant.limits)
+    output = policy.tiers[tenant.level].default_output_tokens
+    output = min(output, tenant.limits.max_output_tokens or output)
     counted = min(policy.cost_for(model).of(0, 0, output) for model in models)
     if most < counted:
         yield (
@@ -487,7 +481,3 @@ def _ending_keys(keys: Sequence[TenantKey], path: Path) -> Found:
             yield path, f"expired: {one.title} ({one.last}); such a key gets a 401; `sidecar keys revoke` removes it"
         elif one.is_expired(now_s + SOON_S):
             yield path, f"about to expire: {one.title} ({one.last}); `sidecar keys new` makes another"
-
-
-def _assumed_output(tier: Tier, limits: Limits) -> int:
-    return min(tier.default_output_tokens, limits.max_output_tokens or tier.default_output_tokens)
