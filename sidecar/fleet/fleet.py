@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
+from sidecar.engines.base import Engine
+from sidecar.engines.watch import EngineCheck
 from sidecar.fleet.discovery import EngineDiscovery
 from sidecar.fleet.member import EngineMember
-from sidecar.fleet.settings import FleetSettings
-from sidecar.policy.fleet import MOST_ENGINES, EngineAddress
+from sidecar.policy.fleet import MOST_ENGINES, EngineAddress, FleetPolicy
 from sidecar.pools.engine_reader import warn_of_unbounded
 from sidecar.pools.engines import EngineOffer
 from sidecar.tasks import end
@@ -29,7 +30,7 @@ _log = logging.getLogger("sidecar.fleet")
 
 
 class Fleet:
-    """The engines of one pool, for one event loop from `open` to `close`.
+    """The engines of one pool, all of one kind, `engine`, for one event loop from `open` to `close`.
 
     `now_us` is the pool's clock. `on_state` is called in the event loop after the state of an engine may have changed,
     once for changes that come together, and `on_change` before it where `offers` has changed. `on_restart` is called
@@ -41,14 +42,16 @@ class Fleet:
 
     def __init__(
         self,
-        settings: FleetSettings,
+        engine: type[Engine],
+        policy: FleetPolicy,
         discovery: EngineDiscovery,
         now_us: Callable[[], int],
         *,
+        check: EngineCheck = EngineCheck.ON,
         engine_key: str | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self.settings = settings
+        self.engine, self.policy, self.check = engine, policy, check
         self.discovery = discovery
         self.now_us = now_us
         self.on_change = on_change
@@ -155,11 +158,11 @@ class Fleet:
 
     # -- what others want
 
-    def change(self, settings: FleetSettings) -> None:
-        """Other settings count at once; the kind of engine and the timeouts of connections stay as they were."""
-        self.settings = settings
+    def change(self, policy: FleetPolicy) -> None:
+        """Another policy counts at once."""
+        self.policy = policy
         for member in self._members.values():
-            member.watch.change_health(settings.health)
+            member.watch.change_health(policy.health)
         self.report()
 
     def drain(self, name: str) -> EngineMember | None:
@@ -227,7 +230,7 @@ class Fleet:
         """The member's size was read for the first time. The engines are of one kind, which is warned of once."""
         if member.size is not None and not self._has_sized:
             self._has_sized = True
-            warn_of_unbounded(self.settings.engine, member.size)
+            warn_of_unbounded(self.engine, member.size)
 
     # -- discovery
 

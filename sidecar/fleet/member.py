@@ -92,18 +92,17 @@ class EngineMember:
         self._old_readers: list[EngineReader] = []
         self.preemptions = 0
         self._preemptions_read = 0
-        settings = owner.settings
         self.proxy = ReverseProxy(address.url)
         self.proxy.siblings = lambda: [one.proxy.upstream for one in owner.members()]
         self.incarnation = owner.next_incarnation(address.name)
-        self.pages = _PagesWithStart(self.proxy, engine_key, settings.engine.metrics_page)
+        self.pages = _PagesWithStart(self.proxy, engine_key, owner.engine.metrics_page)
         self.watch = EngineWatch(
             self.pages,
-            settings.engine,
+            owner.engine,
             address=self.proxy.upstream.url,
             has_flowed=self.proxy.traffic.has_flowed,
-            check=settings.check,
-            health=settings.health,
+            check=owner.check,
+            health=owner.policy.health,
             who=f"engine {address.name}",
             may_eject_slow=lambda: owner.may_eject_slow(self),
         )
@@ -338,7 +337,7 @@ class EngineMember:
 
     @property
     def _ramp_us(self) -> int:
-        return round(self._owner.settings.slow_start_s * 1e6) if self._ramps else 0
+        return round(self._owner.policy.slow_start_s * 1e6) if self._ramps else 0
 
     def _state_of_usable(self) -> MemberState:
         now_us = self._owner.now_us()
@@ -354,7 +353,7 @@ class EngineMember:
         if not capacity.is_read:
             return None
         reader = EngineReader(
-            owner.settings.engine,
+            owner.engine,
             capacity,
             self.pages,
             owner.now_us,
@@ -426,7 +425,7 @@ class EngineMember:
 
     async def _compare_start(self, within_s: float) -> None:
         with suppress(Unread):
-            await self.pages.get(self._owner.settings.engine.metrics_page, within_s=within_s)
+            await self.pages.get(self._owner.engine.metrics_page, within_s=within_s)
             self._compare()
 
     def _compare(self) -> None:
@@ -449,7 +448,7 @@ class EngineMember:
         now_us = self._owner.now_us()
         self.since_us, self._ramps = now_us, not self._owner.is_starting
         age_s = None if self._started_s is None else time.time() - self._started_s
-        if self._owner.is_starting and age_s is not None and 0 <= age_s < self._owner.settings.slow_start_s:
+        if self._owner.is_starting and age_s is not None and 0 <= age_s < self._owner.policy.slow_start_s:
             self.since_us, self._ramps = now_us - round(age_s * 1e6), True
 
     def _become(self, incarnation: int) -> None:

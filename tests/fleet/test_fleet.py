@@ -6,7 +6,6 @@ import asyncio
 import socket
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from sidecar.fleet.fleet import Fleet
 from sidecar.fleet.member import MemberState
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.fields import MOST_OF_AN_ENGINE
-from sidecar.policy.fleet import EngineAddress
+from sidecar.policy.fleet import EngineAddress, FleetPolicy
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools.engine_reader import HELD_BACK_S
 from sidecar.pools.engines import EngineOffer
@@ -500,8 +499,7 @@ def test_the_default_health_page_is_the_engines_own() -> None:
 
 async def test_settings_change_at_once() -> None:
     async with engines(1) as (engine,), fleet_of([engine.address("a")], Health("/health", 3600)) as fleet:
-        settings: Any = fleet.settings
-        fleet.change(type(settings)(engine=Vllm, health=FAST, slow_start_s=0.0))
+        fleet.change(FleetPolicy(health=FAST, slow_start_s=0.0))
         await engine.stop()
         fleet.members()[0].proxy.on_failure("connection refused by this test")
         await until(lambda: states(fleet) == {"a#1": "down"})
