@@ -33,7 +33,7 @@ def events() -> Sequence[Event]:
     """Straight in, and answered."""
     return [
         Classified(5_000_040, "normal", "standard", "key", None, "chat", "llama", 256, False, 756, 1),
-        Admitted(5_000_060, 0, 0, None, {}, 2, 0.5),
+        Admitted(5_000_060, 0, 0, None, {}, 2, engine_priority=0.5),
         FirstByte(5_000_900, 200),
         Settled(5_001_000, Outcome.COMPLETED, 200, 520, 480, 40, None),
     ]

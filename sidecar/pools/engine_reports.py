@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from sidecar.engines.view import Amount, EngineDocument
-from sidecar.events import Obstacle, Placed
-from sidecar.pools.base import Ask, Grant
+from sidecar.events import Grant, Obstacle, Placed
+from sidecar.pools.base import Ask
 from sidecar.pools.engines import EngineFigures, EngineOffer, name_and_incarnation, sum_offers
 from sidecar.pools.size_limits import SizeLimits
 from sidecar.pools.stats import ALONE, bounded

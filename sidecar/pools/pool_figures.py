@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from sidecar.errors import RemainingLimits
-from sidecar.events import Obstacle, StoreState
+from sidecar.events import Grant, Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.tenant import Account, RateLimits
-from sidecar.pools.base import Ask, Clock, Grant, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
+from sidecar.pools.base import Ask, Clock, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.engine_reports import engine_figures, engine_obstacle, engine_state
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import EngineFigures, EngineOffer, sum_figures

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sidecar.errors import QueueFull
-from sidecar.pools.base import Ask, Grant, Lease, TenantUse
+from sidecar.events import Grant
+from sidecar.pools.base import Ask, Lease, TenantUse
 from sidecar.pools.elsewhere import ServedElsewhere
 from sidecar.pools.ledger_rules import new_ticket
 from sidecar.pools.member import ANSWER_WITHIN_US
