@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from sidecar.events import StoreChanged, StoreState
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
-from sidecar.policy.rules import TierRules
+from sidecar.policy.rules import Amount, TierRules
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisLink, ledger_connector
@@ -81,9 +81,10 @@ def shipped_policy(pool: str, times: int = 1) -> Policy:
 
 
 def _larger(tier: TierRules, times: int) -> TierRules:
-    names = ("reserve", "headroom", "limit")
-    shares = [f"{name}_{unit}" for name in names for unit in ("tokens", "requests")]
-    return replace(tier, **{share: getattr(tier, share) * times for share in shares})
+    def more(amount: Amount) -> Amount:
+        return amount[0] * times, amount[1] * times, amount[2]
+
+    return replace(tier, reserve=more(tier.reserve), headroom=more(tier.headroom), limit=more(tier.limit))
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,7 @@ from sidecar.admission.controller import AdmissionController, Services
 from sidecar.admission.engine_pages import EnginePages
 from sidecar.admission.request_path import at_own_root
 from sidecar.admission.watchdog import Watchdog
-from sidecar.composition.mounted_services import MountedTelemetry, Part, has_admin_port, mounted_services, with_lifespan
+from sidecar.composition.mounted_services import MountedTelemetry, has_admin_port, mounted_services, with_lifespan
 from sidecar.composition.observability import Observability
 from sidecar.composition.one_pool import Composed, OnePool, find_pool, load_given, new_source, pool_here
 from sidecar.composition.stores import find_store, new_records, new_usage, refuse_uncounted_budgets, takes_over_a_store
@@ -286,18 +286,17 @@ def _compose(
     refuse_uncounted_budgets(policy, environment)
     setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over, repeats=repeats, is_shown=is_shown)
     if given_app is None and policy.models:
-        parts = _models_parts(policy, setup)
+        controllers = _models_controllers(policy, setup)
     else:
-        parts = [_part(_one_controller(given_app, policy, setup, is_by_name=is_by_name, is_launched=is_launched))]
-    controller, observability = parts[0]
+        controllers = [_one_controller(given_app, policy, setup, is_by_name=is_by_name, is_launched=is_launched)]
+    controller, observability = controllers[0], controllers[0].monitor
+    assert isinstance(observability, Observability)
     if is_shown:
-        return Composed(controller, observability, with_lifespan(parts, is_shared=is_shared))
+        return Composed(controller, observability, with_lifespan(controllers, is_shared=is_shared))
     telemetry = MountedTelemetry(observability, environment, is_by_name=is_by_name)
     started, ended = [telemetry.begin_after_app], [telemetry.flush_hosts]
-    services = partial(
-        mounted_services, controller, observability, telemetry, environment, is_shared=is_shared or policy.is_bare
-    )
-    lifespan = with_lifespan(parts, services, is_shared=is_shared, started=started, ended=ended)
+    services = partial(mounted_services, controller, telemetry, environment, is_shared=is_shared or policy.is_bare)
+    lifespan = with_lifespan(controllers, services, is_shared=is_shared, started=started, ended=ended)
     return Composed(controller, observability, lifespan)
 
 
@@ -400,7 +399,7 @@ def _fleet_controller(routing: FleetRouting, services: Services, policy: Policy)
     return controller
 
 
-def _models_parts(policy: Policy, setup: _Setup) -> list[Part]:
+def _models_controllers(policy: Policy, setup: _Setup) -> list[AdmissionController]:
     """The front of the models' pools, and then each of them."""
     from sidecar.fleet.app import FleetApp, FleetsApp
     from sidecar.fleet.models import ModelsController
@@ -437,14 +436,12 @@ def _models_parts(policy: Policy, setup: _Setup) -> list[Part]:
         monitor=partial(_observability, setup, setup.files),
     )
     front = ModelsController(of_front, policy, controllers=controllers, counts_apart=counts_apart)
-    of_models, (_, observability) = [_part(one) for one in controllers.values()], _part(front)
-    if not observability.routes:
-        return [Part(front, observability), *of_models]
-    from sidecar.admin.model_routes import model_routes
+    if front.monitor.routes:
+        from sidecar.admin.model_routes import model_routes
 
-    routes = {name: part.observability.routes for name, part in zip(controllers, of_models, strict=True)}
-    observability.routes = model_routes(front, observability.routes, routes)
-    return [Part(front, observability), *of_models]
+        of_models = {name: controller.monitor.routes for name, controller in controllers.items()}
+        front.monitor.routes = model_routes(front, front.monitor.routes, of_models)
+    return [front, *controllers.values()]
 
 
 def _usage(policy: Policy, setup: _Setup) -> TenantUsage | None:
@@ -467,11 +464,6 @@ def _observability(setup: _Setup, files: PolicyFiles | None, controller: Admissi
         records=new_records(policy, environment),
         usage=controller.usage if policy.usage_days else None,
     )
-
-
-def _part(controller: AdmissionController) -> Part:
-    assert isinstance(controller.monitor, Observability)
-    return Part(controller, controller.monitor)
 
 
 def _estimator(policy: Policy) -> Estimator:

@@ -19,14 +19,10 @@ class RemainingLimit(NamedTuple):
 
 
 class RemainingLimits(NamedTuple):
-    """Rest of a tenant's limits, None for a limit that it does not have. Every response reports it.
-
-    `is_downgraded` says that the request was over the limits and entered at a lower tier: it counts in none of them.
-    """
+    """Rest of a tenant's limits, None for a limit that it does not have. Every response reports it."""
 
     requests: RemainingLimit | None = None
     tokens: RemainingLimit | None = None
-    is_downgraded: bool = False
 
 
 class ResponseCut(Exception):

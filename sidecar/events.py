@@ -160,17 +160,16 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
     claimed_us: int = 0
 
 
-class Admitted(msgspec.Struct, frozen=True, gc=False):
-    """The request holds its lease. `overtaken_at_us` is None where nothing that came later went first.
+class Grant(msgspec.Struct, frozen=True, gc=False):
+    """How a wait ended, in a lease or not. Times in microseconds; `level` is the aged level in whole levels.
 
-    In a pool of several engines `engine` is the id of the one that got it, `name#incarnation`, and `placed` says why,
-    where the pool says so.
-
-    `served_ahead` counts, by tier, the tokens admitted while it waited; `level` is its aged level in whole levels;
-    `engine_priority` was sent to the engine, None where nothing was forwarded. `passed` has those it overtook: of
-    every other tier whose first in line had come before it, by which rule it went first all the same: `always_first`,
-    `reserve`, `reserve_turn`, `level`, `gain`, `limit`, `passed_over` or `claim` (`scheduling.reports.Rule` says what
-    each means). `is_dry_run` says that it passed without a lease, in `mode: observe`.
+    `at_us` is the moment of the decision and `overtaken_at_us` that of the first overtaking, None where no later
+    request went first; both are on the clock of `Pool.now_us`. `served_ahead` counts the tokens admitted meanwhile, by
+    the tier's name; tiers with none are left out. `passed` has those it overtook: of every other tier whose first in
+    line had come before it, by which rule it went first all the same: `always_first`, `reserve`, `reserve_turn`,
+    `level`, `gain`, `limit`, `passed_over` or `claim` (`scheduling.reports.Rule` says what each means). In a pool of
+    several engines `engine` is the id of the one that got it, `name#incarnation`, and `placed` says why, where the
+    pool says so.
     """
 
     at_us: int
@@ -179,11 +178,19 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     overtaken_at_us: int | None
     served_ahead: Mapping[str, int]
     level: int
-    engine_priority: int | float | None
     passed: Mapping[str, str] = {}
-    is_dry_run: bool = False
     engine: str | None = None
     placed: Placed | None = None
+
+
+class Admitted(Grant, frozen=True, gc=False):
+    """The request holds its lease. `engine_priority` was sent to the engine, None where nothing was forwarded.
+
+    `is_dry_run` says that it passed without a lease, in `mode: observe`.
+    """
+
+    engine_priority: int | float | None = None
+    is_dry_run: bool = False
 
 
 class ReplayReason(str, Enum):

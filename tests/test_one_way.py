@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.admission.controller import AdmissionController, Services, Unmonitored
+from sidecar.admission.controller import AdmissionController, Monitor, Services
 from sidecar.admission.request_path import by_path, find_endpoint
 from sidecar.cli.explain_policy import RequestExplanation
 from sidecar.errors import AdmissionError
@@ -164,7 +164,7 @@ class Sidecar:
             pool=limits,
             dialect=policy.engine(policy.carrier),
             estimator=self._estimator,
-            monitor=lambda _: Unmonitored(self.recorder, self.observed.append),
+            monitor=lambda _: Monitor(self.recorder, self.observed.append),
         )
         return ModelsController(services, policy, controllers=controllers, counts_apart=False)
 

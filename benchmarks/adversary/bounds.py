@@ -134,8 +134,8 @@ def _shares(luck: random.Random, level: int, cut: int, is_first: bool, is_limite
 
 
 def _fit(rules: PoolRules) -> bool:
-    tokens = sum(tier.reserve_tokens for tier in rules.tiers)
-    requests = sum(tier.reserve_requests for tier in rules.tiers)
+    tokens = sum(tier.reserve[0] for tier in rules.tiers)
+    requests = sum(tier.reserve[1] for tier in rules.tiers)
     return tokens <= rules.tokens and (rules.requests == UNLIMITED or requests <= rules.requests)
 
 
@@ -143,21 +143,21 @@ def size_limit(rules: PoolRules, tier: TierRules) -> Size:
     """The size limit as the rules state it; a tree that accepts more is not sent more."""
     above = rules.tiers[: best_level(rules, tier.level)]
     others = [other for other in rules.tiers if other is not tier]
-    tokens = rules.tokens - sum(other.headroom_tokens for other in above)
-    requests = rules.requests - sum(other.headroom_requests for other in above)
-    if tier.reserve_tokens:
-        tokens = min(tokens, max(tier.reserve_tokens, rules.tokens - sum(other.reserve_tokens for other in others)))
+    tokens = rules.tokens - sum(other.headroom[0] for other in above)
+    requests = rules.requests - sum(other.headroom[1] for other in above)
+    if tier.reserve[0]:
+        tokens = min(tokens, max(tier.reserve[0], rules.tokens - sum(other.reserve[0] for other in others)))
         if rules.requests != UNLIMITED:
-            left = rules.requests - sum(other.reserve_requests for other in others)
-            requests = min(requests, max(tier.reserve_requests, left))
+            left = rules.requests - sum(other.reserve[1] for other in others)
+            requests = min(requests, max(tier.reserve[1], left))
     accepted = largest_request(rules, tier.level)
-    return min(tokens, tier.limit_tokens, accepted[0]), min(requests, tier.limit_requests, accepted[1])
+    return min(tokens, tier.limit[0], accepted[0]), min(requests, tier.limit[1], accepted[1])
 
 
 def _flood(luck: random.Random, rules: PoolRules, tier: TierRules, tenants: int, *, is_small: bool) -> Flood:
     tokens, requests = size_limit(rules, tier)
-    if is_small and tier.reserve_tokens:
-        tokens, requests = min(tokens, tier.reserve_tokens), min(requests, tier.reserve_requests)
+    if is_small and tier.reserve[0]:
+        tokens, requests = min(tokens, tier.reserve[0]), min(requests, tier.reserve[1])
         tokens = max(1, tokens // luck.choice([1, 2, 4]))
     patience_s = luck.choice([None, None, None, 5.0, 40.0])
     return Flood(
@@ -172,9 +172,9 @@ def play(rules: PoolRules, floods: Sequence[Flood], luck: random.Random, tally: 
     for watch in watches:
         watch.start(luck)
     simulation.run(us(10_000_000))
-    floors = sum(tier.reserve_tokens > 0 for tier in rules.tiers)
+    floors = sum(tier.reserve[0] > 0 for tier in rules.tiers)
     for watch in watches:
-        if watch.flood.tier.reserve_tokens and not watch.flood.tier.limited:
+        if watch.flood.tier.reserve[0] and not watch.flood.tier.limited:
             watch.judge(floors, tally)
     return sum(len(watch.admitted) for watch in watches)
 
@@ -198,7 +198,7 @@ class Watch:
     @property
     def reserve(self) -> Size:
         """Tokens and requests."""
-        return self._tier.reserve_tokens, self._tier.reserve_requests
+        return self._tier.reserve[:2]
 
     def start(self, luck: random.Random) -> None:
         """Plans what the tier is sent."""

@@ -21,7 +21,7 @@ from benchmarks.adversary.report import Line, at_most
 from benchmarks.redis_setup import chosen_binary
 from sidecar.events import StoreChanged, StoreState
 from sidecar.policy.model import Policy
-from sidecar.policy.rules import TierRules
+from sidecar.policy.rules import UNLIMITED, TierRules
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask, Pool
 from sidecar.pools.base import Lease
@@ -96,7 +96,7 @@ def policy() -> Policy:
 
 
 def _whole(tier: TierRules) -> TierRules:
-    return replace(tier, limit_tokens=1, limit_requests=1)
+    return replace(tier, limit=(1, 1, UNLIMITED))
 
 
 def pool_of(url: str, seen: Seen | None = None) -> Pool:

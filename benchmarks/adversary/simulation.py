@@ -238,9 +238,9 @@ def _shares(rules: PoolRules, tier: TierRules) -> Shares:
     """A tier's shares of the pool, from its tokens."""
     return Shares(
         tier.name,
-        Fraction(tier.reserve_tokens, rules.tokens),
-        1 - Fraction(tier.headroom_tokens, tier.reserve_tokens or 1),
-        Fraction(tier.limit_tokens, rules.tokens),
+        Fraction(tier.reserve[0], rules.tokens),
+        1 - Fraction(tier.headroom[0], tier.reserve[0] or 1),
+        Fraction(tier.limit[0], rules.tokens),
         tier.always_first,
         tier.preemptible,
         tier.preempt_after_us,

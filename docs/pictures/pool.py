@@ -55,7 +55,7 @@ def words(x: float, y: float, text: str, more: str = "") -> str:
 def parts(tier: TierRules, capacity: int) -> Iterator[tuple[float, str]]:
     """What a tier holds and lends, each in percent of the pool with its fill, from the left."""
     held = HELD_PERCENT[tier.name]
-    reserve = 100 * tier.reserve_tokens / capacity
+    reserve = 100 * tier.reserve[0] / capacity
     own = min(held, reserve)
     yield own, OWN
     yield held - own, BORROWED
@@ -73,8 +73,8 @@ def row(tier: TierRules, capacity: int) -> Iterator[str]:
             yield box(begin, width, top, fill)
             begin += width
     for amount, color, name in (
-        (tier.reserve_tokens, "#000", "reserve"),
-        (tier.limit_tokens if tier.limited else 0, "#b3261e", "limit"),
+        (tier.reserve[0], "#000", "reserve"),
+        (tier.limit[0] if tier.limited else 0, "#b3261e", "limit"),
     ):
         if amount:
             x = at(100 * amount / capacity)

@@ -33,7 +33,7 @@ from sidecar.tenants.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:
     from sidecar.admission.controller import AdmissionController
-    from sidecar.admission.engine_route import EngineHealth
+    from sidecar.engines.watch import EngineHealth
 
 BODIES = frozenset(("http.response.body", "http.response.pathsend", "http.response.zerocopysend"))
 """The messages that are an answer's body: its bytes, or a file that the server reads (ASGI's extensions)."""

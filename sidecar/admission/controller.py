@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from starlette.types import ASGIApp, Scope
@@ -19,7 +19,7 @@ from sidecar.admission.background import BackgroundResponses
 from sidecar.admission.dry_run.engine_times import EngineTimes, Room
 from sidecar.admission.dry_run.shadow import ShadowRegistry
 from sidecar.admission.engine_pages import EnginePages
-from sidecar.admission.engine_route import EngineHealth, EngineRouting
+from sidecar.admission.engine_route import EngineRouting
 from sidecar.admission.guard_watch import GuardWatch
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import PendingAborts
@@ -29,7 +29,7 @@ from sidecar.admission.watchdog import Watchdog
 from sidecar.engines.base import Engine
 from sidecar.engines.discovery import is_engine_server
 from sidecar.engines.view import PoolEngines
-from sidecar.engines.watch import EngineCheck, EngineWatch
+from sidecar.engines.watch import EngineCheck, EngineHealth, EngineWatch
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
 from sidecar.identity.identities import Identities
 from sidecar.lengths.estimator import LengthEstimator
@@ -41,6 +41,9 @@ from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.tenants.tenant_usage import TenantUsage
 from sidecar.version import version_document
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
 
 LONGEST_INTERVAL_S = 1.0
 """The longest interval of the watchdog: a body's timeout or a disconnect may be noticed so much later."""
@@ -64,48 +67,37 @@ _log = logging.getLogger("sidecar.policy")
 _unguarded_log = logging.getLogger("sidecar.unguarded")
 
 
-class Monitor(Protocol):
-    """A monitor of a controller: it observes requests, follows the policy, and adds to the state and the notices."""
+class Monitor:
+    """A monitor of a controller: it observes requests, follows the policy, and adds to the state and the notices.
 
-    @property
-    def observer(self) -> Observer | None:
-        """The observer of requests."""
+    This one has observers alone: `observed` gets the requests that pass in `mode: observe`, `unguarded` those on paths
+    that the policy does not guard. The server's start and end call `open` and `close`; `routes` are for the admin port.
+    """
 
-    @property
-    def observed(self) -> ObservedObserver | None:
-        """The observer of requests that pass in `mode: observe`."""
+    def __init__(
+        self,
+        observer: Observer | None = None,
+        observed: ObservedObserver | None = None,
+        unguarded: UnguardedObserver | None = None,
+    ) -> None:
+        self.observer, self.observed, self.unguarded = observer, observed, unguarded
+        self.routes: Sequence[BaseRoute] = ()
 
-    @property
-    def unguarded(self) -> UnguardedObserver | None:
-        """The observer of requests on paths that the policy does not guard."""
+    async def open(self) -> None:
+        """Begins to look."""
+
+    async def close(self) -> None:
+        """Ends that."""
 
     def change_policy(self, policy: Policy) -> None:
         """The controller uses another policy from now on."""
 
     def notices(self) -> Sequence[str]:
         """See `AdmissionController.notices`."""
-
-    def generations(self) -> Mapping[str, Sequence[str]]:
-        """The pool's replicas by the generation of their policy; empty where the pool is not shared."""
-
-
-@dataclass(frozen=True)
-class Unmonitored:
-    """A controller's observers, where nothing else monitors it."""
-
-    observer: Observer | None = None
-    observed: ObservedObserver | None = None
-    unguarded: UnguardedObserver | None = None
-
-    def change_policy(self, policy: Policy) -> None:
-        """See `Monitor`."""
-
-    def notices(self) -> Sequence[str]:
-        """See `Monitor`."""
         return ()
 
     def generations(self) -> Mapping[str, Sequence[str]]:
-        """See `Monitor`."""
+        """The pool's replicas by the generation of their policy; empty where the pool is not shared."""
         return {}
 
 
@@ -138,7 +130,7 @@ class Services:
     usage: TenantUsage | None = None
     watchdog: Watchdog = field(default_factory=Watchdog)
     identities: Identities = field(default_factory=Identities)
-    monitor: Callable[[AdmissionController], Monitor] = lambda _: Unmonitored()
+    monitor: Callable[[AdmissionController], Monitor] = lambda _: Monitor()
 
 
 class AdmissionController:

@@ -7,7 +7,6 @@ attempt that ends before the first byte of the response's body may be repeated: 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from starlette.types import ASGIApp, Send
@@ -16,7 +15,7 @@ from sidecar.admission.answer import EngineCall
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.durations import short_duration
-from sidecar.engines.watch import EngineState
+from sidecar.engines.watch import EngineHealth, EngineState
 from sidecar.errors import NoEngine
 from sidecar.events import ReplayReason
 from sidecar.policy.model import Policy
@@ -24,50 +23,6 @@ from sidecar.pools import Lease
 
 SOONEST_S, LATEST_S = 1.0, 60.0
 """When a client may come again that found no engine: see `no_engine`."""
-
-
-class EngineHealth(Protocol):
-    """Health of the engine, or of several: can requests be sent? `EngineWatch` is that of one engine.
-
-    `on_change` are called after each change of the state, in the event loop.
-    """
-
-    on_change: list[Callable[[], None]]
-
-    @property
-    def state(self) -> EngineState:
-        """The present state."""
-
-    @property
-    def reason(self) -> str | None:
-        """Why no request can be sent; None where one can."""
-
-    @property
-    def is_usable(self) -> bool:
-        """True if requests may be sent. True while nothing is known."""
-
-    @property
-    def up(self) -> int | None:
-        """1 where requests can be sent, 0 where they cannot, None where nothing is known: for metrics."""
-
-    @property
-    def for_s(self) -> float:
-        """How long the state has lasted, in seconds."""
-
-    async def open(self) -> None:
-        """Looks once, then begins to watch. It does not raise."""
-
-    async def close(self) -> None:
-        """Ends the watching."""
-
-    def readiness(self) -> Sequence[str]:
-        """Reasons why no request can be sent; empty where there is none."""
-
-    def notices(self) -> Sequence[str]:
-        """Further sentences for the operator."""
-
-    def document(self) -> Mapping[str, object]:
-        """The state, for people and dashboards: JSON types only."""
 
 
 class EngineRoute(Protocol):

@@ -131,21 +131,7 @@ class EventReporter(msgspec.Struct, eq=False):
         `priority` is the engine's, None where the engine gets none.
         """
         self._was_admitted = True
-        self.event(
-            Admitted(
-                at_us=grant.at_us,
-                queue_wait_us=grant.queue_wait_us,
-                starvation_us=grant.starvation_us,
-                overtaken_at_us=grant.overtaken_at_us,
-                served_ahead=grant.served_ahead,
-                level=grant.level,
-                engine_priority=priority,
-                passed=grant.passed,
-                is_dry_run=is_dry_run,
-                engine=grant.engine,
-                placed=grant.placed,
-            )
-        )
+        self.event(Admitted(**msgspec.structs.asdict(grant), engine_priority=priority, is_dry_run=is_dry_run))
 
     def event(self, event: Event) -> None:
         """Reports an event that does not end the request, or keeps it."""

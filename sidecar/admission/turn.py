@@ -20,10 +20,11 @@ import msgspec
 from msgspec.structs import replace
 
 from sidecar.admission.client import ClientComments
-from sidecar.admission.engine_route import EngineHealth, no_engine
+from sidecar.admission.engine_route import no_engine
 from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest
 from sidecar.durations import short_duration
+from sidecar.engines.watch import EngineHealth
 from sidecar.errors import (
     AdmissionError,
     DeadlinePassed,

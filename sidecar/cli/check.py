@@ -26,10 +26,10 @@ from sidecar.policy.declared import figures as as_figures
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request
-from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.store import STORE_VARIABLE
 from sidecar.policy.tenant import RateLimits, Tenant, Users
 from sidecar.policy.warnings import NOMINAL, warnings
+from sidecar.pools.size_limits import SizeLimits
 from sidecar.tools.text import table
 
 EXAMPLE = """  sidecar check policies/
@@ -172,9 +172,9 @@ def _amounts(policy: Policy, tier: TierRules) -> dict[str, tuple[int, int]]:
     """A tier's parts of its pool, each in tokens and in requests, in the order of the table's columns."""
     tokens, requests = map(min, largest_certain_request(policy.rules, tier.level), policy.largest_engine)
     return {
-        "reserve": (tier.reserve_tokens, tier.reserve_requests),
-        "headroom": (tier.headroom_tokens, tier.headroom_requests),
-        "limit": (tier.limit_tokens, tier.limit_requests),
+        "reserve": tier.reserve[:2],
+        "headroom": tier.headroom[:2],
+        "limit": tier.limit[:2],
         "largest_request": SizeLimits(policy).limits(tier.level),
         "largest_certain_request": (min(tokens, policy.tiers[tier.level].max_request_tokens or tokens), requests),
     }

@@ -58,8 +58,7 @@ def _floor(policy: Policy, request: SizedRequest, rules: TierRules) -> Found:
     """Rule 9: the fair part of the tier's reserve, and no less than what it never lends."""
     share = policy.tiers[request.classification.level]
     part = max(share.reserve * policy.fair, share.reserve * (1 - share.lend))
-    tokens = max(rules.reserve_tokens, rules.headroom_tokens)
-    requests = max(rules.reserve_requests, rules.headroom_requests)
+    tokens, requests, _ = rules.reserve
     return {
         "fair": float(policy.fair),
         "reserve": float(share.reserve),

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,13 +23,6 @@ from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import TelemetryError, flush_providers, prepare_from_environment
 
 _log = logging.getLogger("sidecar.app")
-
-
-class Part(NamedTuple):
-    """A controller and its monitor. A process has one, or the front of several models and then one for each."""
-
-    controller: AdmissionController
-    observability: Observability
 
 
 def has_admin_port(environment: Mapping[str, str]) -> bool:
@@ -81,7 +73,6 @@ class MountedTelemetry:
 @asynccontextmanager
 async def mounted_services(
     controller: AdmissionController,
-    observability: Observability,
     telemetry: MountedTelemetry,
     environment: Mapping[str, str],
     scope: Scope,
@@ -97,7 +88,7 @@ async def mounted_services(
     with mounted_logging(environment):
         telemetry.prepare_before_app()
         try:
-            async with _pages(controller, observability, environment, processes):
+            async with _pages(controller, environment, processes):
                 report_own_limit()
                 yield
         finally:
@@ -105,10 +96,7 @@ async def mounted_services(
 
 
 def _pages(
-    controller: AdmissionController,
-    observability: Observability,
-    environment: Mapping[str, str],
-    processes: ServerProcesses,
+    controller: AdmissionController, environment: Mapping[str, str], processes: ServerProcesses
 ) -> AbstractAsyncContextManager[None]:
     """The admin pages, where the environment asks for them."""
     if not has_admin_port(environment):
@@ -116,24 +104,23 @@ def _pages(
     from sidecar.admin.app import admin_app
     from sidecar.admin.port import admin_pages
 
-    pages = admin_app(
-        state=controller.state, readiness=controller.readiness, notices=controller.notices, routes=observability.routes
-    )
+    routes = controller.monitor.routes
+    pages = admin_app(state=controller.state, readiness=controller.readiness, notices=controller.notices, routes=routes)
     return admin_pages(pages, environment, processes, pool=controller.policy.pool)
 
 
 def with_lifespan(
-    parts: Sequence[Part],
+    controllers: Sequence[AdmissionController],
     services: Services = lambda _: nullcontext(),
     *,
     is_shared: bool,
     started: Sequence[Step] = (),
     ended: Sequence[Step] = (),
 ) -> ASGIApp:
-    """The app, with `services` and the steps of the server's start and end. `started` are further ones after the app's
-    own start, `ended` after all others of the end.
+    """The app, with `services` and the steps of the server's start and end. A process has one controller, or the front
+    of several models and then one for each. `started` are further steps after the app's own start, `ended` after all
+    others of the end.
     """
-    controllers = [part.controller for part in parts]
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await controllers[0].app(scope, receive, send)  # another, once several middlewares share it
@@ -153,11 +140,11 @@ def with_lifespan(
         # Other replicas of a shared pool would fill the room before the engine has it.
         await asyncio.gather(*(controller.pending_aborts.close(waits=is_shared) for controller in controllers))
 
-    observing = [part.observability for part in parts]
+    monitors = [controller.monitor for controller in controllers]
     open_pools, ask = [one.pool.open for one in controllers], [one.dialect.ask for one in controllers]
-    open_pages = [one.open for one in observing]
+    open_pages = [one.open for one in monitors]
     # What the pools say last is logged.
-    closing = [end_leases, *(one.close for one in observing), *(one.pool.close for one in controllers), *ended]
+    closing = [end_leases, *(one.close for one in monitors), *(one.pool.close for one in controllers), *ended]
     if controllers[0].policy.engine_capacity is not None:
         asking = [*started, look_at_engines, *open_pools, *ask]
         return Lifespan(app, services, opening=open_pages, asking=asking, closing=closing)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sidecar.admission.controller import AdmissionController
+from sidecar.admission.controller import AdmissionController, Monitor
 from sidecar.admission.policy_snapshot import objective_for
 from sidecar.cluster.document import EngineStatus
 from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.sampler import KINDS, PoolSampler
 from sidecar.cluster.sources import Sources
 from sidecar.engines import NoPriorityEngine
-from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.events import ShadowHolds
 from sidecar.policy.choices import Mode, UsageInTraces
 from sidecar.policy.model import Policy
@@ -32,7 +31,6 @@ from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.links import WaitFinder
 from sidecar.telemetry.spans.long_waits import LongWaits
 from sidecar.telemetry.spans.tracer import RequestTracer
-from sidecar.tenants.records import StoredRecords
 from sidecar.tenants.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from sidecar.policy.followed_hours import FollowedHours
     from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal, UsesPolicy
     from sidecar.tenants.registry import StoredTenantsRegistry
+    from sidecar.tenants.stored import TenantRecords
 
 UNCOUNTED = (
     "tokens_per_day and tokens_per_month do nothing here: the tenants' use is not counted (no store, or usage_days: 0)"
@@ -48,15 +47,14 @@ UNCOUNTED = (
 _WRITES_USAGE = {UsageInTraces.ONCE: None, UsageInTraces.ALWAYS: True, UsageInTraces.NEVER: False}
 
 
-class Observability:
+class Observability(Monitor):
     """One per admission controller. `files` are the policy's, None where it came from no file; `is_shared` says the
     pool is in a store.
 
     `is_shown` says that `routes` are served. Without them, and without an SDK, no more is done than to log failures.
     `records` are the tenants in the store, None where the policy has none there. `usage` counts what tenants use.
-    `observer` and `observed` are the controller's, `routes` are for the admin port, and `scrape` is for
-    `configure_from_environment`. `open` belongs to the server's start and `close` to its end, before the pool ends;
-    without them the pages show this process alone. Raises ValueError for an environment that cannot be.
+    `scrape` is for `configure_from_environment`. Without `open` the pages show this process alone, and `close` comes
+    before the pool's end. Raises ValueError for an environment that cannot be.
     """
 
     def __init__(
@@ -69,9 +67,10 @@ class Observability:
         *,
         is_shared: bool,
         is_shown: bool,
-        records: StoredRecords | None = None,
+        records: TenantRecords | None = None,
         usage: TenantUsage | None = None,
     ) -> None:
+        super().__init__()
         self.scrape = MetricsEndpoint()
         self._policy = policy
         self._hours: FollowedHours | None = None
@@ -84,9 +83,8 @@ class Observability:
         journal, recent = Journal(), Recent()
         self._pool, self._recent, self._waits = pool, recent, ModeWaits(pool)
         names = [tier.name for tier in policy.tiers]
-        metrics = RequestMetrics(
-            policy.pool, tiers=names, measured=_find_measured(policy), tenants_shown=shown_tenants(environment)
-        )
+        measured = [tier.name for tier in policy.tiers if objective_for(tier) is not None]
+        metrics = RequestMetrics(policy.pool, tiers=names, measured=measured, tenants_shown=shown_tenants(environment))
         self._dry_run, generations = self._dry_run_stats(controller), Generations()
         sources = self._sources(controller, metrics, journal)
         self._live = PoolOverview(sources, generations=generations)
@@ -105,12 +103,11 @@ class Observability:
         controller.engine_watch.on_change.append(self._live.share_now)
         self._usage = usage
         self._ending: list[Callable[[], None]] = []
-        self.routes: Sequence[BaseRoute] = ()
         if is_shown:
             self.routes = self._routes(controller, journal, names, is_shared=is_shared)
 
     def _follow(
-        self, controller: AdmissionController, files: PolicyFiles | None, records: StoredRecords | None
+        self, controller: AdmissionController, files: PolicyFiles | None, records: TenantRecords | None
     ) -> None:
         """Follows the policy's files, the tenants in the store, and the hours of both, where there are any.
 
@@ -207,7 +204,7 @@ class Observability:
             oldest=self._waits.oldest,
             engines=lambda: None if controller.engines is None else controller.engines.documents(),
             lease_sizes=controller.lease_sizes.documents,
-            engine_speeds=lambda: _engine_speeds(controller),
+            engine_speeds=lambda: controller.gain.document().engines if controller.snapshot.objectives else (),
             aborting=controller.pending_aborts.held,
             engine_up=lambda: controller.engine_watch.up,
             policies_rejected=lambda: 0 if self._watch is None else self._watch.rejections,
@@ -234,7 +231,8 @@ class Observability:
 
     def notices(self) -> Sequence[str]:
         """Notices for the operator about the policy's files, and about replicas that run another policy."""
-        uncounted = () if self._usage is not None or not _has_budgets(self._policy) else (UNCOUNTED,)
+        has_budgets = any(tenant.has_budgets for tenant in self._policy.named.values())
+        uncounted = (UNCOUNTED,) if has_budgets and self._usage is None else ()
         following = [part for part in (self._watch, self._registry, self._usage) if part is not None]
         return [*(notice for part in following for notice in part.notices()), *uncounted, *self._live.notices()]
 
@@ -268,22 +266,9 @@ def _place(pool: Pool, tiers: Sequence[str], record: RequestRecord) -> int | Non
     return pool.standing(tiers.index(record.tier), QueueMark(*mark)).ahead
 
 
-def _find_measured(policy: Policy) -> Sequence[str]:
-    """The tiers whose service gain is measured."""
-    return [tier.name for tier in policy.tiers if objective_for(tier) is not None]
-
-
-def _engine_speeds(controller: AdmissionController) -> Sequence[EngineSpeedDocument]:
-    return controller.gain.document().engines if controller.snapshot.objectives else ()
-
-
 def _engine_view(controller: AdmissionController) -> EngineStatus | None:
     watch = controller.engine_watch
     return None if watch.up is None else EngineStatus(watch.state.value, watch.reason or "", watch.for_s)
-
-
-def _has_budgets(policy: Policy) -> bool:
-    return any(tenant.has_budgets for tenant in policy.named.values())
 
 
 def _starvation_limits_s(policy: Policy) -> Mapping[str, float]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from sidecar.policy.choices import StoredTenants
 from sidecar.policy.model import Policy
 from sidecar.policy.secrets import secret
 from sidecar.policy.store import STORE_VARIABLE, StoreAddress, store_address
-from sidecar.tenants.records import StoredRecords
-from sidecar.tenants.usage_records import UsageRecords
+
+if TYPE_CHECKING:
+    from sidecar.tenants.stored import TenantRecords
+    from sidecar.tenants.usage import RedisUsage
 
 TAKE_OVER_VARIABLE = "SIDECAR_TAKE_OVER_POOL"
 """`1`: a shared pool that has other tiers than the policy is made anew with the policy's. See docs/many-replicas.md."""
@@ -40,7 +43,7 @@ def takes_over_a_store(environment: Mapping[str, str], store: StoreAddress | Non
     return True
 
 
-def new_records(policy: Policy, environment: Mapping[str, str]) -> StoredRecords | None:
+def new_records(policy: Policy, environment: Mapping[str, str]) -> TenantRecords | None:
     """The tenants in the store; None where the policy has none there. Raises ValueError where there is no store."""
     if policy.stored_tenants is StoredTenants.NONE:
         return None
@@ -56,7 +59,7 @@ def new_records(policy: Policy, environment: Mapping[str, str]) -> StoredRecords
     return TenantRecords(tenants_connector(store, policy.pool), reach_for(store))
 
 
-def new_usage(policy: Policy, environment: Mapping[str, str]) -> UsageRecords | None:
+def new_usage(policy: Policy, environment: Mapping[str, str]) -> RedisUsage | None:
     """Where the use of the tenants is kept; None where it is not counted."""
     store = find_store(policy, environment)
     if store is None or not policy.usage_days:

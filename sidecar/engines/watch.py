@@ -81,8 +81,8 @@ class EngineCheck(str, Enum):
     OFF = "off"
 
 
-class KnownState:
-    """Known state of an engine, or of a fleet of them: `state`, and since when, by the monotonic clock.
+class EngineHealth:
+    """Health of an engine, or of several: can requests be sent? `state`, and since when, by the monotonic clock.
 
     `on_change` are called after each change of the state, in the event loop.
     """
@@ -93,19 +93,46 @@ class KnownState:
         self.on_change: list[Callable[[], None]] = []
 
     @property
+    def reason(self) -> str | None:
+        """Why no request can be sent; None where one can."""
+        return "; ".join(self.readiness()) or None
+
+    @property
     def is_usable(self) -> bool:
         """True if requests may be sent. True while nothing is known."""
         return self.state is EngineState.UP or self.state is EngineState.UNKNOWN
 
     @property
     def up(self) -> int | None:
-        """1 where the policy's engine answers, 0 where it does not, None where nothing is known: for metrics."""
+        """1 where requests can be sent, 0 where they cannot, None where nothing is known: for metrics."""
         return None if self.state is EngineState.UNKNOWN else int(self.is_usable)
 
     @property
     def for_s(self) -> float:
         """How long the state has lasted, in seconds."""
         return time.monotonic() - self.since_s
+
+    async def open(self) -> None:
+        """Looks once, then begins to watch. It does not raise."""
+
+    async def close(self) -> None:
+        """Ends the watching."""
+
+    def readiness(self) -> Sequence[str]:
+        """Reasons why no request can be sent; empty where there is none."""
+        return ()
+
+    def notices(self) -> Sequence[str]:
+        """Further sentences for the operator."""
+        return ()
+
+    def document(self) -> Mapping[str, object]:
+        """The state, for people and dashboards: JSON types only."""
+        return {"state": self.state.value, "reason": self.reason, "for_s": round(self.for_s, 3)}
+
+    def _changed(self) -> None:
+        for changed in list(self.on_change):
+            changed()
 
 
 class WatchedPages(Pages, Protocol):
@@ -115,7 +142,7 @@ class WatchedPages(Pages, Protocol):
         """See `Pages.get`. An engine that has not answered after `within_s` seconds is too slow."""
 
 
-class EngineWatch(KnownState):
+class EngineWatch(EngineHealth):
     """One per engine, for one event loop from `open` to `close`.
 
     `expected` is the policy's engine, or another class that drives it. `address` is where a proxy's engine is, None for
@@ -128,6 +155,8 @@ class EngineWatch(KnownState):
     `was_refused` stays set after a connection was refused, because another process may answer now, until the fleet has
     looked at that. A lost packet or a name that cannot be resolved says nothing of the process.
     """
+
+    reason: str | None = None
 
     def __init__(
         self,
@@ -152,7 +181,6 @@ class EngineWatch(KnownState):
         self._health = health
         self._who = who
         self._may_eject_slow = may_eject_slow
-        self.reason: str | None = None
         self.is_suspect = self.was_refused = False
         self.cause: OutageCause | None = None
         self._slowness: str | None = None
@@ -235,12 +263,10 @@ class EngineWatch(KnownState):
         )
 
     def document(self) -> Mapping[str, object]:
-        """The state, for people and dashboards: JSON types only."""
+        """See `EngineHealth`."""
         found = None if self._identity is None or self.state is EngineState.DOWN else self._identity.engine
         return {
-            "state": self.state.value,
-            "reason": self.reason,
-            "for_s": round(self.for_s, 3),
+            **super().document(),
             "answers": None if found is None else found.name,
             "check": self._check.value,
         }
@@ -430,5 +456,4 @@ class EngineWatch(KnownState):
                 return
         else:
             self.state, self.reason, self.since_s = state, reason, time.monotonic()
-        for changed in self.on_change:
-            changed()
+        self._changed()

@@ -70,7 +70,8 @@ def _describe_preempted(story: Explanation) -> str:
     """One that had to begin anew: attempt by attempt, then who went ahead in all that time."""
     *before, last = story.preempted
     is_waiting = story.state == "waiting"
-    parts = [_at_first(story.preempted[0])]
+    first_s = story.preempted[0].queue_wait_s
+    parts = [f"waited {exact_duration(first_s)}" if first_s else "admitted at once"]
     parts += [f"{_gave_way(each)}; waited again for {exact_duration(each.waited_again_s)}" for each in before]
     again = "has waited again" if is_waiting else "waited again"
     parts.append(
@@ -82,10 +83,6 @@ def _describe_preempted(story: Explanation) -> str:
     if story.refused is not None:
         parts.append(f"then {_turned_away(story.refused)}")
     return "; ".join(parts)
-
-
-def _at_first(first: AttemptDetails) -> str:
-    return f"waited {exact_duration(first.queue_wait_s)}" if first.queue_wait_s else "admitted at once"
 
 
 def _gave_way(attempt: AttemptDetails) -> str:

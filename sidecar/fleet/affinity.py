@@ -214,7 +214,7 @@ class AffinityPredictor:
         if tokens <= prediction.tokens_at(session.engine_id):
             return
         hits = [hit for hit in prediction.hits if hit[0] != session.engine_id]
-        insort(hits, (session.engine_id, tokens), key=_fewest_first)
+        insort(hits, (session.engine_id, tokens), key=lambda hit: -hit[1])
         prediction.hits = tuple(hits[:MOST_HITS])
 
     @staticmethod
@@ -236,7 +236,3 @@ class AffinityPredictor:
         if session is None or session.engine_id != prediction._engine_id or cached is None:
             return None
         return cached if cached * 2 < min(session.all_tokens, prompt_tokens) else None
-
-
-def _fewest_first(hit: tuple[str, int]) -> int:
-    return -hit[1]

@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
+from sidecar.engines.base import Engine
+from sidecar.engines.watch import EngineCheck
 from sidecar.fleet.discovery import EngineDiscovery
 from sidecar.fleet.member import EngineMember
-from sidecar.fleet.settings import FleetSettings
-from sidecar.policy.fleet import EngineAddress
+from sidecar.policy.fleet import MOST_ENGINES, EngineAddress, FleetPolicy
 from sidecar.pools.engine_reader import warn_of_unbounded
 from sidecar.pools.engines import EngineOffer
 from sidecar.tasks import end
@@ -29,7 +30,7 @@ _log = logging.getLogger("sidecar.fleet")
 
 
 class Fleet:
-    """The engines of one pool, for one event loop from `open` to `close`.
+    """The engines of one pool, all of one kind, `engine`, for one event loop from `open` to `close`.
 
     `now_us` is the pool's clock. `on_state` is called in the event loop after the state of an engine may have changed,
     once for changes that come together, and `on_change` before it where `offers` has changed. `on_restart` is called
@@ -41,14 +42,16 @@ class Fleet:
 
     def __init__(
         self,
-        settings: FleetSettings,
+        engine: type[Engine],
+        policy: FleetPolicy,
         discovery: EngineDiscovery,
         now_us: Callable[[], int],
         *,
+        check: EngineCheck = EngineCheck.ON,
         engine_key: str | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self.settings = settings
+        self.engine, self.policy, self.check = engine, policy, check
         self.discovery = discovery
         self.now_us = now_us
         self.on_change = on_change
@@ -79,7 +82,7 @@ class Fleet:
             for look in late:
                 look.cancel()
         self.is_starting = False
-        self._report()
+        self.report()
 
     async def close(self) -> None:
         """Ends discovery and all watching, and closes all connections. No member is left."""
@@ -155,12 +158,12 @@ class Fleet:
 
     # -- what others want
 
-    def change(self, settings: FleetSettings) -> None:
-        """Other settings count at once; the kind of engine and the timeouts of connections stay as they were."""
-        self.settings = settings
+    def change(self, policy: FleetPolicy) -> None:
+        """Another policy counts at once."""
+        self.policy = policy
         for member in self._members.values():
-            member.watch.change_health(settings.health)
-        self._report()
+            member.watch.change_health(policy.health)
+        self.report()
 
     def drain(self, name: str) -> EngineMember | None:
         """The engine takes no new requests until it is resumed or restarts. None where there is no such engine.
@@ -204,12 +207,8 @@ class Fleet:
 
     # -- for its members
 
-    def changed(self, member: EngineMember) -> None:  # noqa: ARG002  # see `MemberOwner`
-        """See `MemberOwner`."""
-        self._report()
-
     def next_incarnation(self, name: str) -> int:
-        """See `MemberOwner`."""
+        """A number that no incarnation of that engine had before."""
         found = self._incarnations.pop(name, 0) + 1
         self._incarnations[name] = found  # the last one in the dictionary's order
         for old in list(self._incarnations)[: len(self._incarnations) - MOST_NAMES]:
@@ -218,32 +217,20 @@ class Fleet:
         return found
 
     def restarted(self, member: EngineMember) -> None:
-        """See `MemberOwner`."""
+        """The member is a new incarnation: what was known of the engine's prefix cache is over."""
         self._incarnations[member.name] = max(self._incarnations.get(member.name, 0), member.incarnation)
         self.on_restart(member)
 
     def may_eject_slow(self, member: EngineMember) -> bool:
-        """See `MemberOwner`: not more than half of the engines may be out then. A single engine is one engine."""
+        """True if a slow engine may go out of use: if no more than half are out then, or it is the only one."""
         out = sum(not other.is_up for other in self._members.values() if other is not member)
         return len(self._members) == 1 or 2 * (out + 1) <= len(self._members)
 
-    def crowded(self, member: EngineMember, for_s: float) -> None:
-        """See `MemberOwner`."""
-        self.on_crowded(member.id, for_s)
-
-    def preempted(self, member: EngineMember, now_us: int) -> None:
-        """See `MemberOwner`."""
-        self.on_preemptions(member.name, member.preemptions, now_us)
-
     def sized(self, member: EngineMember) -> None:
-        """See `MemberOwner`. The engines are of one kind, which is warned of once."""
+        """The member's size was read for the first time. The engines are of one kind, which is warned of once."""
         if member.size is not None and not self._has_sized:
             self._has_sized = True
-            warn_of_unbounded(self.settings.engine, member.size)
-
-    def size(self) -> int:
-        """See `MemberOwner`."""
-        return len(self.discovery.engines)
+            warn_of_unbounded(self.engine, member.size)
 
     # -- discovery
 
@@ -261,12 +248,12 @@ class Fleet:
             elif known.address != address:
                 known.change_address(address)
         self._refused = tuple(problems)
-        self._report()
+        self.report()
 
     def _find_wanted(self) -> tuple[dict[str, EngineAddress], list[str]]:
         """The engines to have, by name: of too many first those that are there already, and then by name."""
         found = {engine.name: engine for engine in self.discovery.engines}
-        most, problems = self.settings.most_engines, []
+        most, problems = MOST_ENGINES, []
         if len(found) > most:
             order = sorted(found, key=lambda name: (name not in self._members, name))
             problems.append(f"there are {len(found)} engines, and a pool has {most} at most: {most} of them are used")
@@ -301,11 +288,12 @@ class Fleet:
         await member.proxy.close()
         with suppress(ValueError):
             self._leaving.remove(member)
-        self._report()
+        self.report()
 
     # -- reporting
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """An offer, or the state of an engine, may have changed."""
         if not self._will_report:
             self._will_report = True
             asyncio.get_running_loop().call_soon(self._report_now)

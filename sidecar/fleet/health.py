@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from sidecar.engines.watch import EngineState, KnownState
+from sidecar.engines.watch import EngineHealth, EngineState
 from sidecar.fleet.fleet import Fleet
 
 
-class FleetHealth(KnownState):
-    """See `EngineHealth`. A fleet is up while one of its engines is."""
+class FleetHealth(EngineHealth):
+    """Health of a fleet, which is up while one of its engines is. `FleetApp` closes it with the server's lifespan."""
 
     def __init__(self, fleet: Fleet) -> None:
         super().__init__()
         self._fleet = fleet
-        fleet.on_state = self._changed
+        fleet.on_state = self._look
 
     @property
     def reason(self) -> str | None:
@@ -25,19 +25,15 @@ class FleetHealth(KnownState):
     async def open(self) -> None:
         """Finds the engines, and looks at each once."""
         await self._fleet.open()
-        self._changed()
+        self._look()
 
-    async def close(self) -> None:
-        """Does nothing: requests under way need the fleet, which `FleetApp` closes with the server's lifespan."""
-
-    def _changed(self) -> None:
+    def _look(self) -> None:
         if self._fleet.is_starting:
             return
         state = self._present_state()
         if state is not self.state:
             self.state, self.since_s = state, time.monotonic()
-            for report in list(self.on_change):
-                report()
+            self._changed()
 
     def _present_state(self) -> EngineState:
         if not self._fleet.readiness():
@@ -55,9 +51,4 @@ class FleetHealth(KnownState):
 
     def document(self) -> Mapping[str, object]:
         """See `EngineHealth`."""
-        return {
-            "state": self.state.value,
-            "reason": self.reason,
-            "for_s": round(self.for_s, 3),
-            **self._fleet.document(),
-        }
+        return {**super().document(), **self._fleet.document()}

@@ -13,23 +13,24 @@ import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Scope, Send
 
 from sidecar.admission.engine_pages import ANSWER_WITHIN_S, EnginePages
 from sidecar.engines.pages import Page, Unread
 from sidecar.engines.watch import EngineWatch, OutageCause
-from sidecar.fleet.settings import FleetSettings
 from sidecar.policy.fleet import EngineAddress, offered
 from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader, Size
 from sidecar.pools.engines import EngineOffer
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.proxy.upstream import CONNECT_TIMEOUT_S
 from sidecar.tasks import end
+
+if TYPE_CHECKING:
+    from sidecar.fleet.fleet import Fleet
 
 FIRST_CAP_S = 0.1
 """So soon an engine that refused a request is tried again, in a long Retry-After, too: it may refuse that one alone."""
@@ -62,42 +63,6 @@ class MemberState(str, Enum):
     UNREACHABLE = "unreachable"
 
 
-class MemberOwner(Protocol):
-    """A fleet, as its members see it. All is called in the event loop."""
-
-    settings: FleetSettings
-    now_us: Callable[[], int]
-    is_starting: bool
-    """Whether the process itself starts: an engine that answers then has been there before, and is not new."""
-
-    def changed(self, member: EngineMember) -> None:
-        """The member's offer, or its state, may have changed."""
-
-    def next_incarnation(self, name: str) -> int:
-        """A number that no incarnation of that engine had before."""
-
-    def restarted(self, member: EngineMember) -> None:
-        """The member is a new incarnation: what was known of the engine's prefix cache is over."""
-
-    def may_eject_slow(self, member: EngineMember) -> bool:
-        """True if a slow engine may go out of use."""
-
-    def crowded(self, member: EngineMember, for_s: float) -> None:
-        """Too many requests wait inside the engine: it is to get none for so many seconds beyond what it runs."""
-
-    def preempted(self, member: EngineMember, now_us: int) -> None:
-        """A member reported how many running requests it has preempted: see `EngineMember.preemptions`."""
-
-    def sized(self, member: EngineMember) -> None:
-        """The member's size was read for the first time."""
-
-    def size(self) -> int:
-        """How many engines the fleet has."""
-
-    def members(self) -> Sequence[EngineMember]:
-        """All of them, and those that are gone and still serve requests."""
-
-
 class EngineMember:
     """One engine at one address, from the answer of discovery that names it to the end of its last request.
 
@@ -107,7 +72,7 @@ class EngineMember:
     is full, by its own word, until `capped_until_us`. Raises ValueError for an invalid address.
     """
 
-    def __init__(self, address: EngineAddress, owner: MemberOwner, engine_key: str | None = None) -> None:
+    def __init__(self, address: EngineAddress, owner: Fleet, engine_key: str | None = None) -> None:
         self.address = address
         self.in_flight = 0
         self.ejections: Counter[OutageCause] = Counter()
@@ -127,18 +92,17 @@ class EngineMember:
         self._old_readers: list[EngineReader] = []
         self.preemptions = 0
         self._preemptions_read = 0
-        settings = owner.settings
-        self.proxy = ReverseProxy(address.url, connect_timeout_s=settings.connect_timeout_s or CONNECT_TIMEOUT_S)
+        self.proxy = ReverseProxy(address.url)
         self.proxy.siblings = lambda: [one.proxy.upstream for one in owner.members()]
         self.incarnation = owner.next_incarnation(address.name)
-        self.pages = _PagesWithStart(self.proxy, engine_key, settings.engine.metrics_page)
+        self.pages = _PagesWithStart(self.proxy, engine_key, owner.engine.metrics_page)
         self.watch = EngineWatch(
             self.pages,
-            settings.engine,
+            owner.engine,
             address=self.proxy.upstream.url,
             has_flowed=self.proxy.traffic.has_flowed,
-            check=settings.check,
-            health=settings.health,
+            check=owner.check,
+            health=owner.policy.health,
             who=f"engine {address.name}",
             may_eject_slow=lambda: owner.may_eject_slow(self),
         )
@@ -274,7 +238,7 @@ class EngineMember:
             self.reader = self._reader()
             self._is_up = self._is_up and self.reader is None
             self._turned.set()
-        self._owner.changed(self)
+        self._owner.report()
 
     def drain(self) -> None:
         """Takes no new requests until `resume`, or until the engine is a new incarnation."""
@@ -282,24 +246,24 @@ class EngineMember:
             drains = "engine %s drains: it gets no new requests, and serves the %d that it has from this process"
             _log.warning(drains, self.id, self.in_flight, extra={"event": "engine_draining"})
         self.is_draining = True
-        self._owner.changed(self)
+        self._owner.report()
 
     def resume(self) -> None:
         """Ends `drain`."""
         if self.is_draining:
             _log.warning("engine %s drains no more", self.id, extra={"event": "engine_resumed"})
         self.is_draining = False
-        self._owner.changed(self)
+        self._owner.report()
 
     def leave(self) -> None:
         """Discovery names the engine no more: it serves what it has."""
         self.is_gone = True
-        self._owner.changed(self)
+        self._owner.report()
 
     def cap(self, for_s: float) -> None:
         """The engine is full. The pool bounds its requests; this is what people see."""
         self.capped_until_us = max(self.capped_until_us, self._owner.now_us() + round(for_s * 1e6))
-        self._owner.changed(self)
+        self._owner.report()
 
     def refused(self, retry_after_s: float) -> float:
         """The engine says that it is full. Returns for how long it gets no more requests than it runs.
@@ -333,7 +297,7 @@ class EngineMember:
             self._become(incarnation)
         else:
             self.incarnation = incarnation
-            self._owner.changed(self)
+            self._owner.report()
 
     def document(self) -> Mapping[str, object]:
         """The engine, for people and dashboards: JSON types only."""
@@ -373,7 +337,7 @@ class EngineMember:
 
     @property
     def _ramp_us(self) -> int:
-        return round(self._owner.settings.slow_start_s * 1e6) if self._ramps else 0
+        return round(self._owner.policy.slow_start_s * 1e6) if self._ramps else 0
 
     def _state_of_usable(self) -> MemberState:
         now_us = self._owner.now_us()
@@ -389,13 +353,13 @@ class EngineMember:
         if not capacity.is_read:
             return None
         reader = EngineReader(
-            owner.settings.engine,
+            owner.engine,
             capacity,
             self.pages,
             owner.now_us,
             resized=self._resized,
             was_read=self._was_read,
-            read_every_s=max(READ_EVERY_S, owner.size() / READS_A_SECOND),
+            read_every_s=max(READ_EVERY_S, len(owner.discovery.engines) / READS_A_SECOND),
             who=f"engine {self.name}",
             unread="it gets no requests",
         )
@@ -405,7 +369,7 @@ class EngineMember:
     def _preempted(self, total: int, now_us: int) -> None:
         self.preemptions += total - self._preemptions_read
         self._preemptions_read = total
-        self._owner.preempted(self, now_us)
+        self._owner.on_preemptions(self.name, self.preemptions, now_us)
 
     def _turn(self) -> None:
         """The watch's state has changed."""
@@ -413,7 +377,7 @@ class EngineMember:
         if was_up and not self._is_up and self.watch.cause is not None:
             self.ejections[self.watch.cause] += 1
         self._turned.set()
-        self._owner.changed(self)
+        self._owner.report()
 
     async def _follow(self) -> None:
         await self.watch.open()
@@ -448,7 +412,7 @@ class EngineMember:
         elif not self._was_up:
             self._begin()
         self._was_up = True
-        self._owner.changed(self)
+        self._owner.report()
 
     def _has_restarted(self) -> bool:
         """True if the engine that answers now may be another process than the one before."""
@@ -461,7 +425,7 @@ class EngineMember:
 
     async def _compare_start(self, within_s: float) -> None:
         with suppress(Unread):
-            await self.pages.get(self._owner.settings.engine.metrics_page, within_s=within_s)
+            await self.pages.get(self._owner.engine.metrics_page, within_s=within_s)
             self._compare()
 
     def _compare(self) -> None:
@@ -484,7 +448,7 @@ class EngineMember:
         now_us = self._owner.now_us()
         self.since_us, self._ramps = now_us, not self._owner.is_starting
         age_s = None if self._started_s is None else time.time() - self._started_s
-        if self._owner.is_starting and age_s is not None and 0 <= age_s < self._owner.settings.slow_start_s:
+        if self._owner.is_starting and age_s is not None and 0 <= age_s < self._owner.policy.slow_start_s:
             self.since_us, self._ramps = now_us - round(age_s * 1e6), True
 
     def _become(self, incarnation: int) -> None:
@@ -494,12 +458,12 @@ class EngineMember:
         self.capped_until_us, self.since_us, self._ramps = 0, self._owner.now_us(), True
         _log.warning("engine %s restarted, and is now %s", before, self.id, extra={"event": "engine_restarted"})
         self._owner.restarted(self)
-        self._owner.changed(self)
+        self._owner.report()
 
     async def _resized(self, before: Size | None) -> None:
         if before is None:
             self._owner.sized(self)
-        self._owner.changed(self)
+        self._owner.report()
 
     def _was_read(self) -> None:
         reader = self.reader
@@ -508,7 +472,7 @@ class EngineMember:
         self._compare()
         if reader.is_crowded:
             self.cap(HELD_BACK_S)
-            self._owner.crowded(self, HELD_BACK_S)
+            self._owner.on_crowded(self.id, HELD_BACK_S)
 
 
 class _PagesWithStart(EnginePages):

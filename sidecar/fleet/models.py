@@ -7,13 +7,13 @@ before it enters a pool. What belongs to requests of no model (a wrong key, an u
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from sidecar.admission.controller import AdmissionController, Monitor, Services
-from sidecar.admission.engine_route import EngineHealth
 from sidecar.admission.intake import SizedRequest
-from sidecar.engines.watch import EngineState
+from sidecar.engines.watch import EngineHealth, EngineState
 from sidecar.events import AppTrace, Classified, Event, Headers, Observation, Observer, Received
 from sidecar.policy.choices import Unguarded
 from sidecar.policy.model import Policy
@@ -132,52 +132,27 @@ def _name_models(sentences: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"model {name}: {sentence}" for name, about in sentences.items() for sentence in about]
 
 
-class ModelsHealth:
+class ModelsHealth(EngineHealth):
     """See `EngineHealth`. Requests can be sent while one model at least has an engine.
 
     The controllers of the models open and close their own `watches`, which are by the models' names.
     """
 
     def __init__(self, watches: Mapping[str, EngineHealth]) -> None:
-        self.on_change: list[Callable[[], None]] = []
+        super().__init__()
         self._watches = watches
         for watch in watches.values():
-            watch.on_change.append(self._changed)
+            watch.on_change.append(self._look)
+        self._look()
 
-    @property
-    def state(self) -> EngineState:
-        """See `EngineHealth`. The state that all models have; of several, the first of up, unknown, down."""
+    def _look(self) -> None:
+        """Takes the state that all models have; of several, the first of up, unknown, down."""
         found = {watch.state for watch in self._watches.values()}
-        if len(found) == 1:
-            return found.pop()
-        return next((state for state in (EngineState.UP, EngineState.UNKNOWN) if state in found), EngineState.DOWN)
-
-    @property
-    def reason(self) -> str | None:
-        """See `EngineHealth`."""
-        return "; ".join(self.readiness()) or None
-
-    @property
-    def is_usable(self) -> bool:
-        """See `EngineHealth`."""
-        return any(watch.is_usable for watch in self._watches.values())
-
-    @property
-    def up(self) -> int | None:
-        """See `EngineHealth`."""
-        found = [watch.up for watch in self._watches.values()]
-        return None if None in found and 1 not in found else int(1 in found)
-
-    @property
-    def for_s(self) -> float:
-        """See `EngineHealth`. The state of all is as old as the youngest of theirs."""
-        return min(watch.for_s for watch in self._watches.values())
-
-    async def open(self) -> None:
-        """Does nothing: see the class."""
-
-    async def close(self) -> None:
-        """Does nothing: see the class."""
+        of_several = (state for state in (EngineState.UP, EngineState.UNKNOWN) if state in found)
+        state = next(iter(found)) if len(found) == 1 else next(of_several, EngineState.DOWN)
+        if state is not self.state:
+            self.state, self.since_s = state, time.monotonic()
+        self._changed()
 
     def readiness(self) -> Sequence[str]:
         """See `EngineHealth`."""
@@ -187,14 +162,6 @@ class ModelsHealth:
     def notices(self) -> Sequence[str]:
         """See `EngineHealth`."""
         return _name_models({name: watch.notices() for name, watch in self._watches.items()})
-
-    def document(self) -> Mapping[str, object]:
-        """See `EngineHealth`. Each model's engines are with its pool."""
-        return {"state": self.state.value, "reason": self.reason, "for_s": round(self.for_s, 3)}
-
-    def _changed(self) -> None:
-        for report in list(self.on_change):
-            report()
 
 
 class ModelsObserver:

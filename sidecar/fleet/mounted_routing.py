@@ -9,10 +9,10 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Message, Send
 
 from sidecar.admission.answer import EngineCall
-from sidecar.admission.engine_route import EngineHealth
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.engines.speed import EngineSpeed
+from sidecar.engines.watch import EngineHealth
 from sidecar.errors import Draining
 from sidecar.events import ReplayReason
 from sidecar.fleet.mounted_engine import MountedEngine

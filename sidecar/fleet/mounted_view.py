@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from sidecar.engines.view import Amount, DrainEnd, EngineDocument
 from sidecar.fleet.mounted_engine import LOOK_EVERY_S, MountedEngine
+from sidecar.pools.engine_reports import engine_document, no_figures
 from sidecar.pools.engines import EngineFigures, name_and_incarnation
 from sidecar.pools.stats import bounded
 
@@ -60,23 +61,15 @@ class MountedView:
 
     def _own(self, ledger: EngineFigures | None) -> EngineDocument:
         engine, size = self.engine, self.engine.size
-        is_known = ledger is not None and ledger.takes_new
-        return EngineDocument(
-            name=engine.name,
-            id=engine.id,
-            url=None,
+        return engine_document(
+            ledger or no_figures(engine.id),
             state=engine.state.value,
             reason=engine.reason,
             for_s=round(self._now_s() - self._since_s, 3),
             takes_new=engine.takes_new and not engine.is_draining,
             draining=engine.is_draining,
             capacity=None if size is None else Amount(*size),
-            effective=_effective(ledger) if ledger is not None and is_known else Amount(0, 0),
             prefill=bounded(engine.prefill),
-            speed=1.0,
-            held=Amount(0, 0) if ledger is None else Amount(ledger.held_tokens, ledger.held_requests),
-            unprefilled_tokens=0 if ledger is None else ledger.unprefilled_tokens,
-            claims=0 if ledger is None else ledger.claims,
             in_flight=engine.in_flight,
             mounted=True,
         )
@@ -84,28 +77,10 @@ class MountedView:
 
 def _other(ledger: EngineFigures) -> EngineDocument:
     """The engine of another process; its state is that of the pool, unless that process has reported it."""
-    name, _, _ = ledger.id.rpartition("#")
     state = "capped" if ledger.is_capped else "ready"
-    return EngineDocument(
-        name=name,
-        id=ledger.id,
-        url=None,
+    return engine_document(
+        ledger,
         state=state if ledger.takes_new else "gone",
         reason=None if ledger.takes_new else "its process takes no requests, or has ended",
-        for_s=None,
-        takes_new=ledger.takes_new,
-        draining=False,
-        capacity=Amount(bounded(ledger.tokens), bounded(ledger.requests)) if ledger.takes_new else None,
-        effective=_effective(ledger) if ledger.takes_new else Amount(0, 0),
-        prefill=bounded(ledger.prefill),
-        speed=1.0,
-        held=Amount(ledger.held_tokens, ledger.held_requests),
-        unprefilled_tokens=ledger.unprefilled_tokens,
-        claims=ledger.claims,
-        in_flight=0,
         mounted=True,
     )
-
-
-def _effective(ledger: EngineFigures) -> Amount:
-    return Amount(bounded(ledger.effective_tokens), bounded(ledger.effective_requests))

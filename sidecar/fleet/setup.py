@@ -11,9 +11,8 @@ from sidecar.fleet.discovery import EngineDiscovery, StaticDiscovery
 from sidecar.fleet.dns_discovery import DnsDiscovery
 from sidecar.fleet.file_discovery import FileDiscovery
 from sidecar.fleet.fleet import Fleet
-from sidecar.fleet.settings import FleetSettings
 from sidecar.policy.compiler import read_engine_list
-from sidecar.policy.fleet import EngineAddress
+from sidecar.policy.fleet import EngineAddress, FleetPolicy
 from sidecar.policy.model import Policy
 
 
@@ -30,14 +29,15 @@ def new_fleet(
     `model` is the one whose engines belong to it, None for all engines. Raises ValueError where SRV records are to be
     looked up, and dnspython is missing.
     """
-    names = _names(policy, model)
-    return Fleet(_settings(policy, check), _discovery(policy, names), now_us, engine_key=engine_key)
+    assert policy.engines is not None
+    discovery = _discovery(policy, policy.engines, _names(policy, model))
+    return Fleet(policy.engine, policy.engines, discovery, now_us, check=check, engine_key=engine_key)
 
 
 def change_fleet(fleet: Fleet, policy: Policy, model: str | None = None) -> None:
     """The policy is another one from now on. Where the engines are found stays as it is: `diff.needs_restart`."""
     assert policy.engines is not None
-    fleet.change(_settings(policy, fleet.settings.check))
+    fleet.change(policy.engines)
     names, discovery = _names(policy, model), fleet.discovery
     if isinstance(discovery, FileDiscovery):
         discovery.change(partial(_read, policy, names))
@@ -52,15 +52,7 @@ def _names(policy: Policy, model: str | None) -> Collection[str] | None:
     return None if model is None else policy.models[model].engines
 
 
-def _settings(policy: Policy, check: EngineCheck) -> FleetSettings:
-    engines = policy.engines
-    assert engines is not None
-    return FleetSettings(policy.engine, health=engines.health, check=check, slow_start_s=engines.slow_start_s)
-
-
-def _discovery(policy: Policy, names: Collection[str] | None) -> EngineDiscovery:
-    engines = policy.engines
-    assert engines is not None
+def _discovery(policy: Policy, engines: FleetPolicy, names: Collection[str] | None) -> EngineDiscovery:
     if engines.file is not None:
         return FileDiscovery(engines.file, partial(_read, policy, names))
     if engines.dns is not None:

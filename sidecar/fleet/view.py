@@ -13,6 +13,7 @@ from sidecar.engines.watch import OutageCause
 from sidecar.events import ReplayReason
 from sidecar.fleet.member import EngineMember
 from sidecar.fleet.routing import FleetRouting
+from sidecar.pools.engine_reports import engine_document, no_figures
 from sidecar.pools.engines import EngineFigures, name_and_incarnation
 from sidecar.pools.stats import bounded
 
@@ -76,7 +77,7 @@ class FleetView:
         names = {member.name for member in members.values()}
         self._recent = {name: self._recent.get(name) or RecentPrompts() for name in names}
         rows = [self._member_document(member, ledgers.get(engine_id)) for engine_id, member in members.items()]
-        rows += [_ledger_document(ledger) for engine_id, ledger in ledgers.items() if engine_id not in members]
+        rows += [_other(ledger) for engine_id, ledger in ledgers.items() if engine_id not in members]
         return sorted(rows, key=lambda row: name_and_incarnation(row.id))
 
     async def drain(self, name: str) -> None:
@@ -122,23 +123,17 @@ class FleetView:
         is_measured = recent.counted > 0
         part, whole = (recent.measured, recent.counted) if is_measured else (recent.predicted, recent.sent)
         size = member.size
-        capacity = None if size is None else Amount(*size)
-        return EngineDocument(
-            name=member.name,
-            id=member.id,
+        return engine_document(
+            ledger or no_figures(member.id),
             url=member.address.url,
             state=member.state.value,
             reason=member.reason,
             for_s=round(member.watch.for_s, 3),
             takes_new=member.takes_new,
             draining=member.is_draining,
-            capacity=capacity,
-            effective=_effective(ledger),
+            capacity=None if size is None else Amount(*size),
             prefill=bounded(member.address.prefill),
             speed=member.address.speed / 1000,
-            held=_held(ledger),
-            unprefilled_tokens=0 if ledger is None else ledger.unprefilled_tokens,
-            claims=0 if ledger is None else ledger.claims,
             in_flight=member.in_flight,
             ejections={cause.value: member.ejections[cause] for cause in OutageCause},
             replays=self._replays(member.name),
@@ -163,34 +158,7 @@ class FleetView:
         return {reason.value: self.routing.replays[name, reason] for reason in ReplayReason}
 
 
-def _ledger_document(ledger: EngineFigures) -> EngineDocument:
+def _other(ledger: EngineFigures) -> EngineDocument:
     """An engine that is no member here: an earlier incarnation, or one that only other replicas name."""
-    name, _, _ = ledger.id.rpartition("#")
-    return EngineDocument(
-        name=name,
-        id=ledger.id,
-        url=None,
-        state="unreachable" if ledger.takes_new else "gone",
-        reason=_UNNAMED if ledger.takes_new else _GONE,
-        for_s=None,
-        takes_new=ledger.takes_new,
-        draining=False,
-        capacity=Amount(bounded(ledger.tokens), bounded(ledger.requests)) if ledger.takes_new else None,
-        effective=_effective(ledger),
-        prefill=bounded(ledger.prefill),
-        speed=1.0,
-        held=_held(ledger),
-        unprefilled_tokens=ledger.unprefilled_tokens,
-        claims=ledger.claims,
-        in_flight=0,
-    )
-
-
-def _effective(ledger: EngineFigures | None) -> Amount:
-    if ledger is None or not ledger.takes_new:
-        return Amount(0, 0)
-    return Amount(bounded(ledger.effective_tokens), bounded(ledger.effective_requests))
-
-
-def _held(ledger: EngineFigures | None) -> Amount:
-    return Amount(0, 0) if ledger is None else Amount(ledger.held_tokens, ledger.held_requests)
+    state, reason = ("unreachable", _UNNAMED) if ledger.takes_new else ("gone", _GONE)
+    return engine_document(ledger, state=state, reason=reason)

@@ -22,7 +22,7 @@ import msgspec
 
 from sidecar.lengths.buckets import LengthKey
 from sidecar.lengths.histogram import LONGEST, LengthHistogram, Survival
-from sidecar.lengths.median import Evidence, Median
+from sidecar.lengths.median import Median
 
 ENOUGH = 50
 """Complete samples from which a distribution is used: the 0.95 quantile of fewer is nearly their longest."""
@@ -264,7 +264,7 @@ class LengthEstimator:
         if len(self._tenants) > TENANTS_REMEMBERED:
             self._forget_tenant()
 
-    def _vote(self, tenant: str, subject: LengthKey | str, evidence: Evidence | None) -> None:
+    def _vote(self, tenant: str, subject: LengthKey | str, evidence: LengthHistogram | None) -> None:
         median = self._medians.get(subject)
         if evidence is not None:
             if median is None:

@@ -172,16 +172,6 @@ class LengthHistogram:
                 if weight:
                     weights[index] = weight / step if weight > 1.0 else 0.0
 
-    def weights(self) -> tuple[list[float], list[float]]:
-        """The decayed weights of the complete and of the censored samples by bin; the newest sample counts 1."""
-        step = self._step
-        return [weight / step for weight in self._complete], [weight / step for weight in self._censored]
-
-    @property
-    def weight(self) -> float:
-        """The decayed weight of all samples together."""
-        return (sum(self._complete) + sum(self._censored)) / self._step
-
     def survival(self) -> Survival:
         """The distribution, at most an eighth of the samples (64 of them) old."""
         survival = self._survival

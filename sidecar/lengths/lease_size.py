@@ -201,11 +201,7 @@ class EngineSizes:
 
     def counted(self, tokens: int) -> int:
         """Count in the pool for a lease that needs `tokens`: a whole number, at least 1."""
-        return max(1, -(-tokens * self.ratio // WHOLE))
-
-
-def _last_read_us(engine: EngineSizes) -> int:
-    return engine.read_us
+        return self.overlap.counted(tokens) if self.trust.uses_overlap else max(1, tokens)
 
 
 class LeaseSizes:
@@ -323,23 +319,16 @@ class LeaseSizes:
         if place in self._known:
             asked.is_known = True
             return found
-        if not self._is_enough(found, asked):
-            return None
         if found.source is not _OWN:
             return found
+        if asked.learned.samples < _SAMPLES_PER_RUNNING * self._unknown.get(place, 0):
+            return None  # the first answers of a batch
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
             self._places.clear()
         self._known.add(place)
         asked.is_known = True
         return found
-
-    def _is_enough(self, found: Estimate, asked: LeasePlace) -> bool:
-        """True if an estimate is made of more answers than the first ones of a batch."""
-        if found.source is not _OWN:
-            return True
-        samples = asked.learned.samples if found.source is _OWN else found.samples
-        return samples >= _SAMPLES_PER_RUNNING * self._unknown.get((asked.tenant, asked.key), 0)
 
     def began(self, expected: Expected) -> bool:
         """One more request runs. Whether it is counted, which is so while its key is not known: then call `ended`."""
@@ -440,9 +429,10 @@ class LeaseSizes:
 
     def forget_idle(self) -> None:
         """Forgets the engine of those that run nothing that has not been read for longest."""
-        idle = min((engine for engine in self._engines.values() if not engine.leases), key=_last_read_us, default=None)
-        if idle is not None:
-            del self._engines[idle.name]
+        idle = (engine for engine in self._engines.values() if not engine.leases)
+        oldest = min(idle, key=lambda engine: engine.read_us, default=None)
+        if oldest is not None:
+            del self._engines[oldest.name]
             self.has_many_engines = len(self._engines) > _MOST_ENGINES
             self._trust_changed()
 

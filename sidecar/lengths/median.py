@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Protocol
 
-from sidecar.lengths.histogram import BIN_TOKENS, LONGEST
+from sidecar.lengths.histogram import BIN_TOKENS, LONGEST, LengthHistogram
 
 FEWEST_TENANTS = 3
 """With fewer, one tenant's traffic would size the leases of another."""
@@ -17,17 +16,6 @@ _MOST_KEPT = 1024
 _UNKNOWN = LONGEST + 1
 
 
-class Evidence(Protocol):
-    """Evidence in one tenant's requests of their lengths."""
-
-    @property
-    def samples(self) -> int:
-        """Number of complete samples."""
-
-    def quantile(self, q: float, beyond: int = 0) -> int | None:
-        """See `Survival.quantile`."""
-
-
 class Median:
     """The upper median of the tenants' quantiles. A tenant whose samples do not say counts as one that says much.
 
@@ -35,14 +23,14 @@ class Median:
     """
 
     def __init__(self) -> None:
-        self._members: dict[str, Evidence] = {}
+        self._members: dict[str, LengthHistogram] = {}
         self._kept: dict[tuple[float, int], tuple[int | None, int]] = {}
         self._news = 0
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def put(self, tenant: str, evidence: Evidence) -> None:
+    def put(self, tenant: str, evidence: LengthHistogram) -> None:
         """Gives a tenant its vote, or replaces what it votes by."""
         if self._members.get(tenant) is not evidence:
             self._members[tenant] = evidence

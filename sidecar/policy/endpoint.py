@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
 
-from pydantic import BeforeValidator, GetJsonSchemaHandler, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import BeforeValidator, model_validator
 
 from sidecar.apis import Api, infer_api
 from sidecar.policy import fields as of
@@ -66,14 +64,7 @@ def _as_size(written: object) -> object:
     return written if isinstance(written, dict | RequestSize) else {"base": written}
 
 
-class _NumberToo:
-    """Marks a mapping in whose place a number may stand."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"anyOf": [{"type": ["integer", "string"]}, handler(core)]}
-
-
-_Size = Annotated[RequestSize, BeforeValidator(_as_size), _NumberToo()]
+_Size = Annotated[RequestSize, BeforeValidator(_as_size), of.OrSchema({"type": ["integer", "string"]})]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,28 +12,27 @@ from enum import Enum
 from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     PlainValidator,
     ValidationInfo,
     WithJsonSchema,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from sidecar.engines.base import MOST_SEGMENTS
 from sidecar.policy import units
 from sidecar.policy.choices import Learn, TierSource
-from sidecar.policy.declared import context
+from sidecar.policy.declared import ReadAs, context
 from sidecar.policy.problems import printable, quoted, suggestion, unknown
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
-
-if TYPE_CHECKING:
-    from pydantic_core import CoreSchema
 
 DENY = "deny"
 REJECT = "reject"
@@ -433,7 +432,7 @@ def schema(description: str, *, numbers: bool = False, **keywords: Any) -> Mappi
     return {"type": form, "description": description, KIND: kind[:1].lower() + kind[1:], **keywords}
 
 
-class Reads:
+class Reads(ReadAs):
     """Marks a type whose values `reader` reads, and of which `make` makes the process's own."""
 
     def __init__(
@@ -442,11 +441,17 @@ class Reads:
         schema: Mapping[str, Any] = MappingProxyType({"type": "string"}),
         make: Callable[[Any], object] | None = None,
     ) -> None:
-        read_as = Annotated[Any, PlainValidator(reader), WithJsonSchema(dict(schema))]
-        self._read_as: Any = read_as if make is None else Annotated[read_as, AfterValidator(make)]
+        super().__init__(Annotated[Any, PlainValidator(reader), WithJsonSchema(dict(schema))], make)
 
-    def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler.generate_schema(self._read_as)
+
+class OrSchema:
+    """Marks a mapping in whose place something of another schema may stand."""
+
+    def __init__(self, other: Mapping[str, Any]) -> None:
+        self._other = other
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [dict(self._other), handler(core)]}
 
 
 class Choice(Reads):

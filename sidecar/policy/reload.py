@@ -91,10 +91,7 @@ class PolicyReloader:
                     is_asked = False
             except Exception:
                 self._report_defect()
-            await self._pause()
-
-    async def _pause(self) -> None:
-        await is_set_within(self._asked, self._files.pause_s(self._every_s))
+            await is_set_within(self._asked, self._files.pause_s(self._every_s))
 
     def _report_defect(self) -> None:
         """Logs the exception being handled, once for as long as it lasts."""

@@ -21,10 +21,14 @@ MOST_EXCESS = 1_000
 """The most whole reserves that one ticket counts as too much (rule 5)."""
 
 
+Amount: TypeAlias = tuple[int, int, int]
+"""Tokens, requests, and for a pool of several engines prompt tokens that were sent to an engine which has sent no first
+byte yet. All whole numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierRules:
-    """One tier's floor, headroom and limit, in tokens and in requests, and for a pool of several engines in `prefill`:
-    prompt tokens that were sent to an engine which has sent no first byte yet.
+    """One tier's floor, headroom and limit.
 
     `limited` says that the tier may hold less than the whole pool. Of a tier that is not limited the first ticket is
     always a candidate, even while leases that were registered again hold more than the pool. `preemptible` leases may
@@ -34,19 +38,13 @@ class TierRules:
 
     name: str
     level: int
-    reserve_tokens: int
-    reserve_requests: int
-    headroom_tokens: int
-    headroom_requests: int
-    limit_tokens: int
-    limit_requests: int
+    reserve: Amount
+    headroom: Amount
+    limit: Amount
     limited: bool = False
     always_first: bool = False
     preemptible: bool = False
     preempt_after_us: int | None = None
-    reserve_prefill: int = 0
-    headroom_prefill: int = 0
-    limit_prefill: int = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,11 @@ class PoolRules:
     max_preemptions: int = 0
     prefill: int = UNLIMITED
     is_by_gain: bool = False
+
+    @property
+    def capacity(self) -> Amount:
+        """Its size."""
+        return self.tokens, self.requests, self.prefill
 
     def is_preemptible(self, level: int) -> bool:
         """True if the room of a request at this level may be taken back before its first byte."""
@@ -111,12 +114,20 @@ def pool_rules(
 
     `floor_of_reserve` is the part of each reserve that is its tier's floor. Headroom is of the whole reserve.
     """
+    capacity = _unlimited(tokens), _unlimited(requests), _unlimited(prefill)
     return PoolRules(
-        tokens=UNLIMITED if tokens is None else tokens,
-        requests=UNLIMITED if requests is None else requests,
-        prefill=UNLIMITED if prefill is None else prefill,
+        *capacity[:2],
+        prefill=capacity[2],
         tiers=tuple(
-            _tier_rules(shares, level, (tokens, requests, prefill), shares.reserve * floor_of_reserve)
+            TierRules(
+                shares.name,
+                level,
+                *tier_amounts(shares, capacity, floor_of_reserve, by_gain=is_by_gain),
+                limited=shares.limit < 1,
+                always_first=shares.always_first,
+                preemptible=shares.preemptible,
+                preempt_after_us=shares.preempt_after_us,
+            )
             for level, shares in enumerate(tiers)
         ),
         promote_after_us=promote_after_us,
@@ -126,41 +137,58 @@ def pool_rules(
     )
 
 
-def _tier_rules(
-    shares: StatedShares, level: int, capacity: tuple[int | None, int | None, int | None], floor: Fraction
-) -> TierRules:
-    tokens, requests, prefill = capacity
-    return TierRules(
-        name=shares.name,
-        level=level,
-        reserve_tokens=_floor_for(floor, tokens),
-        reserve_requests=_floor_for(floor, requests),
-        headroom_tokens=_headroom_for(shares, tokens),
-        headroom_requests=_headroom_for(shares, requests),
-        limit_tokens=_limit_for(shares, tokens),
-        limit_requests=_limit_for(shares, requests),
-        limited=shares.limit < 1,
-        always_first=shares.always_first,
-        preemptible=shares.preemptible,
-        preempt_after_us=shares.preempt_after_us,
-        reserve_prefill=_floor_for(floor, prefill),
-        headroom_prefill=_headroom_for(shares, prefill),
-        limit_prefill=_limit_for(shares, prefill),
+def _unlimited(size: int | None) -> int:
+    return UNLIMITED if size is None else size
+
+
+def rounded_part(share: Fraction, capacity: Amount, of_unbounded: int) -> Amount:
+    """A share of a pool, rounded down; `of_unbounded` where the pool has no bound."""
+    tokens, requests, prompt = (of_unbounded if c == UNLIMITED else math.floor(share * c) for c in capacity)
+    return tokens, requests, prompt
+
+
+def tier_amounts(
+    shares: StatedShares, capacity: Amount, fair: Fraction, *, by_gain: bool
+) -> tuple[Amount, Amount, Amount]:
+    """Rule 1: a tier's floor R, headroom H and limit L in a pool. By gain the floor is at least the headroom (rule 9).
+
+    A dimension without a bound never decides whether a tier is below its floor.
+    """
+    headroom = rounded_part((1 - shares.lend) * shares.reserve, capacity, 0)
+    share, least = shares.reserve * fair, headroom if by_gain else (0, 0, 0)
+    tokens, requests, prompt = (
+        (UNLIMITED if share else 0) if c == UNLIMITED else max(kept, math.ceil(share * c))
+        for c, kept in zip(capacity, least, strict=True)
     )
+    return (tokens, requests, prompt), headroom, rounded_part(shares.limit, capacity, UNLIMITED)
 
 
-def _floor_for(share: Fraction, capacity: int | None) -> int:
-    if capacity is None:  # an unbounded dimension never decides whether a tier is below its reserve
-        return UNLIMITED if share else 0
-    return math.ceil(share * capacity)
+def admissible(capacity: Amount, limit: Amount, headrooms: Sequence[Amount]) -> Amount:
+    """The most that a ticket could ever be given: the pool empty but for it.
+
+    That is its tier's limit, or the pool less the `headrooms` of the tiers more important than the level it can age to
+    (rule 2), whichever is less. A ticket that waits already is judged by this: it is not refused where the pool has
+    shrunk, as long as it can be admitted at all.
+    """
+    tokens, requests, prompt = (
+        min(most, whole - sum(headroom[d] for headroom in headrooms))
+        for d, (most, whole) in enumerate(zip(limit, capacity, strict=True))
+    )
+    return tokens, requests, prompt
 
 
-def _headroom_for(shares: StatedShares, capacity: int | None) -> int:
-    return 0 if capacity is None else math.floor((1 - shares.lend) * shares.reserve * capacity)
+def size_limit(capacity: Amount, level: int, most: Amount, reserves: Sequence[Amount]) -> Amount:
+    """The most that one request of a tier may hold when it comes, of `most` that could be admitted at all.
 
-
-def _limit_for(shares: StatedShares, capacity: int | None) -> int:
-    return UNLIMITED if capacity is None else math.floor(shares.limit * capacity)
+    For a tier with a reserve it is no more than the pool less the reserves of all other tiers, or its own reserve where
+    that is more. A larger request could wait for room that the floors of the others never leave. A tier without a
+    reserve has no promise to keep.
+    """
+    sizes = list(most)
+    for d, (own, whole) in enumerate(zip(reserves[level], capacity, strict=True)):
+        if own and whole != UNLIMITED:
+            sizes[d] = min(most[d], max(own, whole - sum(reserve[d] for reserve in reserves) + own))
+    return sizes[0], sizes[1], sizes[2]
 
 
 def best_level(rules: PoolRules, level: int) -> int:
@@ -169,33 +197,15 @@ def best_level(rules: PoolRules, level: int) -> int:
 
 
 def largest_admissible(rules: PoolRules, level: int) -> tuple[int, int]:
-    """The most (tokens, requests) that a ticket of a tier could ever be given: the pool empty but for this ticket.
-
-    That is the tier's limit, or the pool less the headroom of the tiers more important than the level it can age to
-    (rule 2), whichever is less. A ticket that waits already is judged by this: it is not refused where the pool has
-    shrunk, as long as it can be admitted at all.
-    """
-    tier = rules.tiers[level]
+    """The (tokens, requests) that are `admissible` in a tier."""
     above = rules.tiers[: best_level(rules, level)]  # never the tier itself: it ages up, not down
-    return (
-        min(tier.limit_tokens, rules.tokens - sum(other.headroom_tokens for other in above)),
-        min(tier.limit_requests, rules.requests - sum(other.headroom_requests for other in above)),
-    )
+    return admissible(rules.capacity, rules.tiers[level].limit, [tier.headroom for tier in above])[:2]
 
 
 def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
-    """The size limit of a tier: the most (tokens, requests) that one of its requests may hold when it comes.
-
-    It is what could be admitted at all and, for a tier with a reserve, no more than the pool less the reserves of all
-    other tiers, or its own reserve where that is more. A larger request could wait for room that the floors of the
-    others never leave. A tier without a reserve has no promise to keep. Where floors are a part of the reserves, the
-    headroom of a more important tier may be more than its floor, and counts in its place.
-    """
-    own = rules.tiers[level]
-    tokens, requests = _beside(rules, [_kept(tier, level) for tier in rules.tiers], level)
-    beside = max(own.reserve_tokens, tokens), max(own.reserve_requests, requests)
-    tokens, requests = map(min, largest_admissible(rules, level), beside)
-    return tokens, requests
+    """The `size_limit` of a tier, in (tokens, requests)."""
+    most = *largest_admissible(rules, level), UNLIMITED
+    return size_limit(rules.capacity, level, most, [tier.reserve for tier in rules.tiers])[:2]
 
 
 def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:
@@ -204,35 +214,17 @@ def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:
     A larger request of the tier may wait as long as that lasts. A size below the tier's own reserve says that not even
     the reserve is certain then. For a tier without a reserve nothing is certain: (0, 0).
     """
-    if not has_reserve(rules.tiers[level]):
+    own = rules.tiers[level]
+    if not has_reserve(own):
         return 0, 0
-    tokens, requests = largest_request(rules, level)
-    floors = [
-        (tier.limit_tokens, tier.limit_requests) if tier.always_first and tier.level != level else _kept(tier, level)
-        for tier in rules.tiers
+    others = [tier.limit if tier.always_first else tier.reserve for tier in rules.tiers if tier is not own]
+    left = [
+        most if whole == UNLIMITED else min(most, max(0, whole - sum(kept[d] for kept in others)))
+        for d, (most, whole) in enumerate(zip(largest_request(rules, level), rules.capacity[:2], strict=True))
     ]
-    beside_tokens, beside_requests = _beside(rules, floors, level)
-    return min(tokens, max(0, beside_tokens)), min(requests, max(0, beside_requests))
+    return left[0], left[1]
 
 
 def has_reserve(tier: TierRules) -> bool:
     """True if a tier has a floor. In a dimension that the policy does not bound every tier has one."""
-    return min(tier.reserve_tokens, tier.reserve_requests) > 0
-
-
-def _kept(tier: TierRules, level: int) -> tuple[int, int]:
-    """The tokens and requests that a tier keeps from a ticket of a level."""
-    if tier.level >= level:
-        return tier.reserve_tokens, tier.reserve_requests
-    return max(tier.reserve_tokens, tier.headroom_tokens), max(tier.reserve_requests, tier.headroom_requests)
-
-
-def _beside(rules: PoolRules, floors: list[tuple[int, int]], level: int) -> tuple[int, int]:
-    """The (tokens, requests) that the other tiers' floors leave: unlimited where a pool is, and for a tier without a
-    floor.
-    """
-    left = []
-    for capacity, kept in zip((rules.tokens, rules.requests), zip(*floors, strict=True), strict=True):
-        is_free = capacity == UNLIMITED or not kept[level]
-        left.append(UNLIMITED if is_free else capacity - sum(kept) + kept[level])
-    return left[0], left[1]
+    return min(tier.reserve[:2]) > 0

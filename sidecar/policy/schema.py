@@ -43,7 +43,8 @@ def schema_document(kind: Any) -> dict[str, Any]:
     schema = _document(kind, _Schemas, _NOISE | {of.KIND})
     for name, body in NAMED.items():
         if name in schema["properties"] and body in schema["$defs"]:
-            schema["properties"][name] |= _map_names(body)
+            entry = {"anyOf": [{"$ref": f"#/$defs/{body}"}, {"type": "null"}]}
+            schema["properties"][name] |= {"additionalProperties": entry}
             schema["properties"][name].pop("patternProperties", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
@@ -77,10 +78,6 @@ def mapping_in(key: dict[str, Any]) -> str | None:
     below = [*key.get("anyOf", ()), key.get("items"), *named]
     found = (mapping_in(one) for one in below if isinstance(one, dict))
     return next((one for one in found if one is not None), None)
-
-
-def _map_names(body: str) -> dict[str, Any]:
-    return {"additionalProperties": {"anyOf": [{"$ref": f"#/$defs/{body}"}, {"type": "null"}]}}
 
 
 _NOISE = frozenset({"title", "propertyNames"})  # made up from names; and not written by every version of pydantic

@@ -12,7 +12,8 @@ what may be one, so that it holds for the addresses, too, in which the password 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from ipaddress import AddressValueError, IPv6Address
@@ -49,7 +50,10 @@ _PORTS = {StoreKind.SERVER: 6379, StoreKind.SENTINEL: 26379, StoreKind.CLUSTER: 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*", re.ASCII)
 _NODE = re.compile(r"(?:\[([^\[\]]+)\]|([A-Za-z0-9._-]{1,253}))(?::([0-9]{1,5}))?", re.ASCII)
 _MASTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}", re.ASCII)  # what Redis Sentinel itself allows
+_PERCENT_ALONE = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_DATABASE = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _HIDDEN = "***"
+_SOCKET_EXAMPLE = "unix:///run/redis.sock"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -76,32 +80,24 @@ class StoreAddress:
     def __str__(self) -> str:
         scheme = next(name for name, what in SCHEMES.items() if what == (self.kind, self.tls))
         user = "" if self.password is None else f"{quote(self.username or '', safe='')}:{_HIDDEN}@"
-        return f"{scheme}://{user}{','.join(map(_node_text, self.nodes))}{self._behind_the_hosts()}{self._query()}"
+        hosts = (f"[{quote(host, safe=':')}]" if ":" in host else host for host, _ in self.nodes)
+        place = ",".join(f"{host}:{port}" for host, (_, port) in zip(hosts, self.nodes, strict=True))
+        place += quote(self.path or "") + (f"/{self.master_name}" if self.master_name else "")
+        options = dict(self.options)
+        if self.kind in {StoreKind.SERVER, StoreKind.SENTINEL}:
+            place += f"/{self.db}"
+        elif self.db:
+            options["db"] = str(self.db)
+        options |= {"sentinel_password": _HIDDEN} if "sentinel_password" in options else {}
+        query = "&".join(f"{name}={quote(_as_written(value), safe='/*')}" for name, value in options.items())
+        return f"{scheme}://{user}{place}{'?' if query else ''}{query}"
 
     def __repr__(self) -> str:
         return f"StoreAddress({str(self)!r})"
 
-    def _behind_the_hosts(self) -> str:
-        if self.path is not None:
-            return quote(self.path)
-        name = "" if self.master_name is None else f"/{self.master_name}"
-        return name if self.kind is StoreKind.CLUSTER else f"{name}/{self.db}"
 
-    def _query(self) -> str:
-        parts = [f"db={self.db}"] if self.kind is StoreKind.SOCKET and self.db else []
-        parts += [f"{name}={_option_text(name, value)}" for name, value in self.options]
-        return "?" + "&".join(parts) if parts else ""
-
-
-def _node_text(node: tuple[str, int]) -> str:
-    host, port = node
-    return f"[{quote(host, safe=':')}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _option_text(name: str, value: str | bool) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return _HIDDEN if name == "sentinel_password" else quote(value)
+def _as_written(value: str | bool) -> str:
+    return value if isinstance(value, str) else str(value).lower()
 
 
 def store_address(text: str) -> StoreAddress:
@@ -112,15 +108,25 @@ def store_address(text: str) -> StoreAddress:
     _one_at_sign(authority, path + query)
     userinfo, at, hosts = authority.rpartition("@")
     username, password = _credentials(userinfo) if at else (None, None)
-    if asks and not query:
-        raise ValueError("a ? with no option after it; remove it")
-    options = read_options(query, _find_readers(kind, tls))
-    master_name, db = _place(kind, path, options)
+    options = _options(query.split("&") if asks else (), kind, tls)
+    socket = master_name = None
+    if kind is StoreKind.SOCKET:
+        socket, path = _file_path(f"/{path}" if not hosts else "", "the socket", _SOCKET_EXAMPLE), ""
+    elif kind is StoreKind.SENTINEL:
+        master_name, _, path = path.partition("/")
+        if not _MASTER_NAME.fullmatch(master_name):
+            raise ValueError(
+                "the master's name is missing, or is none that sentinels know (A-Z, a-z, 0-9 and . _ -); "
+                "write it after the hosts, such as redis+sentinel://127.0.0.1:26379/mymaster/0"
+            )
+    written = str(options.pop("db", path or "0"))
+    if not _DATABASE.fullmatch(written) or (kind is StoreKind.CLUSTER and written != "0"):
+        raise ValueError("the database is not a number, or not 0 in a cluster, which has no other; write one such as 0")
     return StoreAddress(
         kind=kind,
-        nodes=_nodes(kind, hosts),
-        path=file_path(f"/{path}", "the socket", "unix:///run/redis.sock") if kind is StoreKind.SOCKET else None,
-        db=db,
+        nodes=() if kind is StoreKind.SOCKET else _nodes(kind, hosts.split(",")),
+        path=socket,
+        db=int(written),
         username=username,
         password=password,
         tls=tls,
@@ -155,111 +161,55 @@ def _one_at_sign(authority: str, behind: str) -> None:
 
 
 def _credentials(userinfo: str) -> tuple[str | None, str]:
-    username, colon, password = userinfo.partition(":")
-    if not colon or not password:
+    username, _, password = userinfo.partition(":")
+    if not password:
         raise ValueError("an @ without a password before it; write user:password@, or :password@ for a password alone")
-    return decoded(username, "the user") or None, decoded(password, "the password")
+    return _decoded(username, "the user") or None, _decoded(password, "the password")
 
 
-def _find_readers(kind: StoreKind, tls: bool) -> Readers:
-    """The options that have a meaning for such an address."""
-    of_kind = {StoreKind.SENTINEL: SENTINEL, StoreKind.SOCKET: SOCKET}.get(kind, {})
-    return {**(TLS if tls else {}), **of_kind}
-
-
-def _place(kind: StoreKind, path: str, options: dict[str, OptionValue]) -> tuple[str | None, int]:
-    """The master's name, None where there is none, and the database's number."""
-    if kind is StoreKind.SOCKET:
-        return None, database(str(options.pop("db", "0")))
-    if kind is StoreKind.SENTINEL:
-        name, _, path = path.partition("/")
-        if not _MASTER_NAME.fullmatch(name):
-            raise ValueError(
-                "the master's name is missing, or is none that sentinels know (A-Z, a-z, 0-9 and . _ -); "
-                "write it after the hosts, such as redis+sentinel://127.0.0.1:26379/mymaster/0"
-            )
-        return name, database(path or "0")
-    db = database(path or "0")
-    if kind is StoreKind.CLUSTER and db:
-        raise ValueError("a cluster has no database but 0; remove what follows the hosts")
-    return None, db
-
-
-def _nodes(kind: StoreKind, hosts: str) -> tuple[tuple[str, int], ...]:
-    if kind is StoreKind.SOCKET:
-        if hosts:
-            raise ValueError("a host where a socket's path belongs; write three slashes: unix:///run/redis.sock")
-        return ()
-    written = hosts.split(",")
-    if kind is StoreKind.SERVER and len(written) > 1:
-        raise ValueError("several hosts are not one server; write redis+sentinel:// or redis+cluster:// before them")
+def _nodes(kind: StoreKind, written: Sequence[str]) -> tuple[tuple[str, int], ...]:
     several = len(written) > 1
+    if kind is StoreKind.SERVER and several:
+        raise ValueError("several hosts are not one server; write redis+sentinel:// or redis+cluster:// before them")
     return tuple(
         _node(node, f"host {place}" if several else "the host", _PORTS[kind]) for place, node in enumerate(written, 1)
     )
 
 
-def _node(text: str, what: str, port: int) -> tuple[str, int]:
+def _node(text: str, what: str, default: int) -> tuple[str, int]:
     match = _NODE.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{what} cannot be read; write it as host:{port}, an IPv6 address as [::1]:{port}")
-    if match[3] and not 0 < int(match[3]) < 65536:
-        raise ValueError(f"the port of {what} is not from 1 to 65535; write one such as {port}")
-    host = match[2] or _ipv6(decoded(match[1], what), what, port)
-    return host, int(match[3] or port)
+    port = int(match[3] or default) if match else 0
+    if match and 0 < port < 65536:
+        if match[2]:
+            return match[2], port
+        with suppress(AddressValueError):
+            host = _decoded(match[1], what)
+            IPv6Address(host)
+            return host, port
+    raise ValueError(f"{what} cannot be read; write it as host:{default}, an IPv6 address as [::1]:{default}")
 
 
-def _ipv6(text: str, what: str, port: int) -> str:
-    try:
-        IPv6Address(text)
-    except AddressValueError:
-        raise ValueError(f"{what} is not an IPv6 address, as its brackets say; write it as [::1]:{port}") from None
-    return text
-
-
-OptionValue = str | bool
-Readers = dict[str, Callable[[str, str], OptionValue]]
-
-_PERCENT_ALONE = re.compile(r"%(?![0-9A-Fa-f]{2})")
-_DATABASE = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
-
-
-def decoded(text: str, what: str) -> str:
+def _decoded(text: str, what: str) -> str:
     """The text without its percent codes. `what` is named where one is wrong; the text itself never is."""
-    if _PERCENT_ALONE.search(text):
-        raise ValueError(f"a % in {what} that begins no code such as %40; write the % itself as %25")
-    try:
-        return unquote_to_bytes(text).decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"the % codes in {what} are not UTF-8; write each byte of its UTF-8 as %XX") from None
+    if not _PERCENT_ALONE.search(text):
+        with suppress(UnicodeDecodeError):
+            return unquote_to_bytes(text).decode()
+    raise ValueError(f"a % in {what} that begins no code of UTF-8; write the % itself as %25, and an @ as %40")
 
 
-def database(text: str) -> int:
-    """A database's number."""
-    if not _DATABASE.fullmatch(text):
-        raise ValueError("the database is not a number; write one such as 0")
-    return int(text)
-
-
-def file_path(text: str, what: str, example: str) -> str:
+def _file_path(text: str, what: str, example: str = "/etc/redis/ca.pem") -> str:
     """A path that does not depend on where the process was started."""
-    found = decoded(text, what)
+    found = _decoded(text, what)
     if not found.startswith("/") or found == "/" or not found.isprintable():
         raise ValueError(f"{what} is not the whole path of a file; write one such as {example}")
     return found
 
 
-def _option_file(value: str, name: str) -> OptionValue:
-    return file_path(value, name, "/etc/redis/ca.pem")
+OptionValue = str | bool
+Reader = Callable[[str, str], OptionValue]
 
 
-def _text_option(value: str, name: str) -> OptionValue:
-    if not value:
-        raise ValueError(f"{name} is empty; write it, or remove the option")
-    return decoded(value, name)
-
-
-def _one_of(*words: str) -> Callable[[str, str], OptionValue]:
+def _one_of(*words: str) -> Reader:
     def read(value: str, name: str) -> OptionValue:
         if value not in words:
             raise ValueError(f"{name} is none of {', '.join(words)}; write one of them, such as {name}={words[-1]}")
@@ -268,59 +218,44 @@ def _one_of(*words: str) -> Callable[[str, str], OptionValue]:
     return read
 
 
-def _option_flag(value: str, name: str) -> OptionValue:
-    if value not in {"true", "false"}:
-        raise ValueError(f"{name} is neither true nor false; write {name}=true")
-    return value == "true"
+def _flag(value: str, name: str) -> OptionValue:
+    return _one_of("false", "true")(value, name) == "true"
 
 
-TLS: Readers = {
-    "ssl_ca_certs": _option_file,
-    "ssl_certfile": _option_file,
-    "ssl_keyfile": _option_file,
+OPTIONS: dict[str, Reader] = {
+    "ssl_ca_certs": _file_path,
+    "ssl_certfile": _file_path,
+    "ssl_keyfile": _file_path,
     "ssl_cert_reqs": _one_of("none", "optional", "required"),
-    "ssl_check_hostname": _option_flag,
+    "ssl_check_hostname": _flag,
+    "sentinel_username": _decoded,
+    "sentinel_password": _decoded,
+    "db": _decoded,
 }
-SENTINEL: Readers = {"sentinel_username": _text_option, "sentinel_password": _text_option}
-SOCKET: Readers = {"db": _text_option}
-_ALL: Readers = {**TLS, **SENTINEL, **SOCKET}
-
-_ELSEWHERE = (
-    (TLS, "is only for an address with TLS; write rediss:// (or rediss+sentinel://, rediss+cluster://), or remove it"),
-    (SENTINEL, "is only for sentinels; write redis+sentinel://, or remove it"),
-    (SOCKET, "is only for unix://; write the database after the host, such as redis://127.0.0.1:6379/0"),
-)
+"""The options of a query. Those of TLS begin with `ssl_`, those of sentinels with `sentinel_`; a socket has `db`."""
+_NEEDS = {"ssl_keyfile": "ssl_certfile", "sentinel_username": "sentinel_password"}
 
 
-def read_options(query: str, known: Readers) -> dict[str, OptionValue]:
-    """The options of a query, as far as this kind of address knows them. Raises ValueError with what is wrong."""
+def _options(query: Sequence[str], kind: StoreKind, tls: bool) -> dict[str, OptionValue]:
+    """The options of a query, as far as this kind of address has them. Raises ValueError with what is wrong."""
+    has = {"ssl": tls, "sentinel": kind is StoreKind.SENTINEL, "db": kind is StoreKind.SOCKET}
+    known = [name for name in OPTIONS if has[name.partition("_")[0]]]
     options: dict[str, OptionValue] = {}
-    for part in query.split("&") if query else ():
-        name, equals, value = part.partition("=")
-        if not equals:
+    for part in query:
+        name, _, value = part.partition("=")
+        if not value:
             raise ValueError("an option without a value; write name=value, and a & inside a value as %26")
         if name not in known:
-            raise ValueError(_not_here(name))
+            here = suggestion(name, known, "its options are") if known else "it has none; remove it"
+            raise ValueError(f"a query option that such an address does not have; {here}")
         if name in options:
             raise ValueError(f"{name} is written twice; keep one of them")
-        options[name] = known[name](value, name)
-    _fit_together(options)
-    return options
-
-
-def _not_here(name: str) -> str:
-    for readers, belongs in _ELSEWHERE:
-        if name in readers:
-            return f"{name} {belongs}"
-    return f"a query option that does not exist; {suggestion(name, list(_ALL), 'the options are')}"
-
-
-def _fit_together(options: dict[str, OptionValue]) -> None:
-    if "ssl_keyfile" in options and "ssl_certfile" not in options:
-        raise ValueError("ssl_keyfile is a key without its certificate; write ssl_certfile too")
+        options[name] = OPTIONS[name](value, name)
+    for name, other in _NEEDS.items():
+        if name in options and other not in options:
+            raise ValueError(f"{name} does nothing without {other}; write that, too")
     if options.get("ssl_cert_reqs") == "none" and options.get("ssl_check_hostname"):
         raise ValueError(
             "ssl_check_hostname=true checks a certificate, and ssl_cert_reqs=none asks for none; remove one"
         )
-    if "sentinel_username" in options and "sentinel_password" not in options:
-        raise ValueError("sentinel_username is a user without a password; write sentinel_password too")
+    return options

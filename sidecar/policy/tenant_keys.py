@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, BeforeValidator
 
 from sidecar.policy import fields as of
 from sidecar.policy import units
@@ -143,13 +141,6 @@ def find_key(keys: Sequence[TenantKey], called: str) -> TenantKey:
     raise UnknownKey(f"no key is called {quoted(called)}, and no hash begins so; `sidecar keys list` has them")
 
 
-class _HashToo:
-    """Marks a key in whose place its hash may stand."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"anyOf": [dict(_HASH), handler(core)]}
-
-
 def _as_key(written: object) -> object:
     return written if isinstance(written, dict | TenantKey) else TenantKey(read_hash(written))
 
@@ -162,7 +153,7 @@ def _named_once(keys: tuple[TenantKey, ...]) -> tuple[TenantKey, ...]:
 
 
 TenantKeys = Annotated[
-    tuple[Annotated[TenantKey, BeforeValidator(_as_key), _HashToo()], ...],
+    tuple[Annotated[TenantKey, BeforeValidator(_as_key), of.OrSchema(_HASH)], ...],
     of.listed('keys: ["sha256:..."] as `sidecar keys new` prints it', or_empty=True),
     AfterValidator(_named_once),
 ]

@@ -18,7 +18,7 @@ from sidecar.policy.hours import Hours, never_counting
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import FilePlace, Found, Path, Problem, dotted, suggestion
 from sidecar.policy.rules import MOST_EXCESS, UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
-from sidecar.policy.tenant import AccountLimits, Limits, Tenant
+from sidecar.policy.tenant import AccountLimits, Tenant
 from sidecar.policy.tenant_keys import TenantKey
 from sidecar.policy.tier import Tier, Timeouts
 
@@ -30,6 +30,7 @@ MANY_RESERVES = 8
 
 
 A_MINUTE_US = 60_000_000
+_KINDS = ("tokens", "requests")
 
 TAKES_BACK = "250ms"
 """The `preempt_after` of an emergency tier that the messages suggest: the shipped policy's."""
@@ -126,10 +127,7 @@ def _sizes(policy: Policy) -> Found:
 def _empty_limits(policy: Policy) -> Found:
     """Limits of less than one token or one request of the engines' sum. Of a written capacity they are mistakes."""
     for tier, shares in zip(policy.rules.tiers, policy.tiers, strict=True):
-        for kind, limit, size in (
-            ("tokens", tier.limit_tokens, policy.rules.tokens),
-            ("requests", tier.limit_requests, policy.rules.requests),
-        ):
+        for kind, limit, size in zip(_KINDS, tier.limit, policy.rules.capacity, strict=False):
             if not limit:
                 yield (
                     ("tiers", tier.name, "limit"),
@@ -209,18 +207,15 @@ class _Dimension(NamedTuple):
 
     name: str
     capacity: int
-    reserves: tuple[int, ...]
-    limits: tuple[int, ...]
+    reserves: Sequence[int]
+    limits: Sequence[int]
 
 
 def _dimensions(rules: PoolRules) -> Iterator[_Dimension]:
-    tiers = rules.tiers
-    tokens = tuple(tier.reserve_tokens for tier in tiers), tuple(tier.limit_tokens for tier in tiers)
-    requests = tuple(tier.reserve_requests for tier in tiers), tuple(tier.limit_requests for tier in tiers)
-    if rules.tokens != UNLIMITED:
-        yield _Dimension("tokens", rules.tokens, *tokens)
-    if rules.requests != UNLIMITED:
-        yield _Dimension("requests", rules.requests, *requests)
+    for d, name in enumerate(_KINDS):
+        if rules.capacity[d] != UNLIMITED:
+            reserves, limits = [tier.reserve[d] for tier in rules.tiers], [tier.limit[d] for tier in rules.tiers]
+            yield _Dimension(name, rules.capacity[d], reserves, limits)
 
 
 def _find_rounded_up(rules: PoolRules) -> Found:
@@ -345,14 +340,12 @@ def nominal_rules(policy: Policy) -> PoolRules:
 
 def _starving(tier: TierRules, rules: PoolRules) -> Found:
     """A tier with no floor, under tiers that it never reaches by aging and that can hold the whole pool."""
-    above = rules.tiers[: best_level(rules, tier.level)]
-    if has_reserve(tier) or not _can_fill(above, rules):
+    best = best_level(rules, tier.level)
+    above = rules.tiers[:best]
+    can_fill = any(sum(other.limit[d] for other in above) >= rules.capacity[d] != UNLIMITED for d in range(2))
+    if has_reserve(tier) or not can_fill:
         return
-    ceiling = (
-        "does not age"
-        if best_level(rules, tier.level) == tier.level
-        else "ages no further than " + (rules.tiers[best_level(rules, tier.level)].name)
-    )
+    ceiling = "does not age" if best == tier.level else f"ages no further than {rules.tiers[best].name}"
     names = ", ".join(other.name for other in above)
     yield (
         ("tiers", tier.name),
@@ -360,17 +353,9 @@ def _starving(tier: TierRules, rules: PoolRules) -> Found:
     )
 
 
-def _can_fill(tiers: tuple[TierRules, ...], rules: PoolRules) -> bool:
-    """True if the tiers' limits together reach the pool, in either of the dimensions that it bounds."""
-    tokens = sum(tier.limit_tokens for tier in tiers) >= rules.tokens != UNLIMITED
-    return tokens or sum(tier.limit_requests for tier in tiers) >= rules.requests != UNLIMITED
-
-
 def _idle(tier: TierRules, rules: PoolRules, *, shows_amount: bool) -> Found:
-    if rules.tokens == UNLIMITED:
-        headroom, reserve, whole, unit = tier.headroom_requests, tier.reserve_requests, rules.requests, "requests"
-    else:
-        headroom, reserve, whole, unit = tier.headroom_tokens, tier.reserve_tokens, rules.tokens, "tokens"
+    d = int(rules.tokens == UNLIMITED)
+    headroom, reserve, whole, unit = tier.headroom[d], tier.reserve[d], rules.capacity[d], _KINDS[d]
     if headroom and headroom >= reserve - 1:  # lend is 0%: one is rounded up, the other down
         part = f"{headroom / whole:.0%} of the pool"
         idle = f"{headroom:,} {unit} ({part}) stay" if shows_amount else f"{part} stays"
@@ -385,8 +370,7 @@ def _idle(tier: TierRules, rules: PoolRules, *, shows_amount: bool) -> Found:
 def _late_emergency(tier: TierRules, rules: PoolRules) -> Found:
     """An `always_first` tier that others may crowd out until their requests end."""
     preempts = tier.preempt_after_us is not None
-    keeps_room = tier.headroom_tokens or tier.headroom_requests
-    if tier.always_first and has_reserve(tier) and not keeps_room and not preempts and len(rules.tiers) > 1:
+    if tier.always_first and has_reserve(tier) and not any(tier.headroom[:2]) and not preempts and len(rules.tiers) > 1:
         yield (
             ("tiers", tier.name),
             "lends its whole reserve and takes no room back: in a full pool it starts only when requests of others "
@@ -424,8 +408,8 @@ def _owing(tier: Tier, rules: TierRules, pool: PoolRules, largest: tuple[int, in
     tokens, requests = map(min, largest_request(pool, tier.level), largest)
     tokens = min(tokens, tier.max_request_tokens or tokens)
     excess, size, better = max(
-        (_excess(tokens, rules.reserve_tokens), f"{tokens:,} tokens", "write max_request_tokens, or raise the reserve"),
-        (_excess(requests, rules.reserve_requests), _sequences(requests, pool, is_sized=is_sized), "raise the reserve"),
+        (_excess(tokens, rules.reserve[0]), f"{tokens:,} tokens", "write max_request_tokens, or raise the reserve"),
+        (_excess(requests, rules.reserve[1]), _sequences(requests, pool, is_sized=is_sized), "raise the reserve"),
         key=itemgetter(0),
     )
     if excess > MANY_RESERVES - 1:
@@ -471,7 +455,8 @@ def _too_small(
     if limits.tokens_per_minute is None:
         return
     most = limits.tokens_per_minute * limits.burst_us // A_MINUTE_US
-    output = _assumed_output(policy.tiers[tenant.level], tenant.limits)
+    output = policy.tiers[tenant.level].default_output_tokens
+    output = min(output, tenant.limits.max_output_tokens or output)
     counted = min(policy.cost_for(model).of(0, 0, output) for model in models)
     if most < counted:
         yield (
@@ -496,7 +481,3 @@ def _ending_keys(keys: Sequence[TenantKey], path: Path) -> Found:
             yield path, f"expired: {one.title} ({one.last}); such a key gets a 401; `sidecar keys revoke` removes it"
         elif one.is_expired(now_s + SOON_S):
             yield path, f"about to expire: {one.title} ({one.last}); `sidecar keys new` makes another"
-
-
-def _assumed_output(tier: Tier, limits: Limits) -> int:
-    return min(tier.default_output_tokens, limits.max_output_tokens or tier.default_output_tokens)

@@ -1,6 +1,7 @@
 """The pools of leases: in one process, in a store that many share, or as large as the engine says."""
 
-from sidecar.pools.base import Ask, Grant, Lease, PeerReport, StoreError
+from sidecar.events import Grant
+from sidecar.pools.base import Ask, Lease, PeerReport, StoreError
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.pool import Pool
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
-from sidecar.events import Placed
+from sidecar.events import Grant
 from sidecar.policy.cost import RequestCost
 from sidecar.policy.tenant import Account
 from sidecar.scheduling.tickets import ScheduledLease as Held
@@ -81,27 +81,6 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     def counted_tokens(self) -> int:
         """The tokens that its accounts' limits count: the most that it may use, weighted by its cost."""
         return self.charged_tokens if self.cost is None else self.cost.of(self.charged_tokens)
-
-
-class Grant(msgspec.Struct, frozen=True, gc=False):
-    """How a wait ended, in a lease or not. Times in microseconds; `level` is the aged level in whole levels.
-
-    `at_us` is the moment of the decision and `overtaken_at_us` that of the first overtaking, None where no later
-    request went first; both are on the clock of `Pool.now_us`. `served_ahead` counts the tokens admitted meanwhile, by
-    the tier's name; tiers with none are left out. `passed` has the tiers that it overtook: see `events.Admitted`.
-    `engine` is the id of the engine that the request is to be sent to, in a pool of several; `placed` says why, where
-    the pool says so.
-    """
-
-    at_us: int
-    queue_wait_us: int
-    starvation_us: int
-    overtaken_at_us: int | None
-    served_ahead: Mapping[str, int]
-    level: int
-    passed: Mapping[str, str] = {}
-    engine: str | None = None
-    placed: Placed | None = None
 
 
 class TenantUse(NamedTuple):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from sidecar.events import Obstacle, Placed
-from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.base import Ask, Grant
-from sidecar.pools.engines import EngineFigures, EngineOffer, sum_offers
+from sidecar.engines.view import Amount, EngineDocument
+from sidecar.events import Grant, Obstacle, Placed
+from sidecar.pools.base import Ask
+from sidecar.pools.engines import EngineFigures, EngineOffer, name_and_incarnation, sum_offers
+from sidecar.pools.size_limits import SizeLimits
 from sidecar.pools.stats import ALONE, bounded
 from sidecar.scheduling.amounts import minus
 from sidecar.scheduling.reports import Found
@@ -128,3 +130,32 @@ def engine_state(engine: EngineFigures) -> Mapping[str, object]:
         "unprefilled_tokens": engine.unprefilled_tokens,
         "claims": engine.claims,
     }
+
+
+def engine_document(engine: EngineFigures, **own: Any) -> EngineDocument:
+    """An engine as its operator sees it: its ledger, and `own`, what a process that uses it knows of it."""
+    takes_new = engine.takes_new
+    of_pool: dict[str, Any] = {
+        "name": name_and_incarnation(engine.id)[0],
+        "id": engine.id,
+        "url": None,
+        "for_s": None,
+        "takes_new": takes_new,
+        "draining": False,
+        "capacity": Amount(bounded(engine.tokens), bounded(engine.requests)) if takes_new else None,
+        "effective": Amount(bounded(engine.effective_tokens), bounded(engine.effective_requests))
+        if takes_new
+        else Amount(0, 0),
+        "prefill": bounded(engine.prefill),
+        "speed": 1.0,
+        "held": Amount(engine.held_tokens, engine.held_requests),
+        "unprefilled_tokens": engine.unprefilled_tokens,
+        "claims": engine.claims,
+        "in_flight": 0,
+    }
+    return EngineDocument(**{**of_pool, **own})
+
+
+def no_figures(engine_id: str) -> EngineFigures:
+    """The figures of an engine that its pool does not know."""
+    return EngineFigures(engine_id, False, False, *(0,) * 10)

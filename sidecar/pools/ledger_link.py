@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sidecar.pools.base import Clock, PeerReport
-from sidecar.pools.calls import Call, Reply, WakeUp
+from sidecar.pools.calls import Call
 from sidecar.pools.ledger import Ledger
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter
 
-
-class LinkUser(Protocol):
-    """Who gets what a link brings, on the event loop."""
-
-    def answered(self, reply: Reply) -> None:
-        """The reply to a call."""
-
-    def unanswered(self, why: str) -> None:
-        """The call in flight has no answer, because of `why`: one line, without secrets."""
-
-    def woken(self, wake_up: WakeUp) -> None:
-        """The ledger published something to this replica, or to all."""
+if TYPE_CHECKING:
+    from sidecar.pools.pool import Pool
 
 
 class Link(Protocol):
@@ -42,7 +32,7 @@ class Link(Protocol):
     def near(self) -> Ledger | None:
         """The ledger, where it is in this process."""
 
-    def send(self, call: Call, user: LinkUser) -> None:
+    def send(self, call: Call, user: Pool) -> None:
         """Carries a call. `user` gets the reply or the loss, at once or later; another call may follow then."""
 
     async def share(self, who: str, report: bytes) -> Mapping[str, PeerReport]:
@@ -63,7 +53,7 @@ class LocalLink:
         self._clock = clock
         self.near: Ledger | None = Ledger(allowances)
 
-    def send(self, call: Call, user: LinkUser) -> None:
+    def send(self, call: Call, user: Pool) -> None:
         """See `Link.send`."""
         assert self.near is not None
         user.answered(self.near.execute(call, self._clock())[0])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits, StoreUnavailable, TenantLimit
-from sidecar.policy.size_limits import SizeLimits, requests_text
 from sidecar.policy.tenant import Account, account_text
 from sidecar.pools.base import Ask
 from sidecar.pools.calls import HEARTBEAT_US, Metered
 from sidecar.pools.meter import Judged
+from sidecar.pools.size_limits import SizeLimits, requests_text
 from sidecar.scheduling.rate_limit import UNIT, Limit
 
 
@@ -39,7 +39,7 @@ def metered(number: int, account: Account, tokens: int, *, charges: bool) -> Met
     return Metered(number, account.name, tokens, charges, *of, account.most)
 
 
-def remaining(judged: Judged, *, is_downgraded: bool = False) -> RemainingLimits:
+def remaining(judged: Judged) -> RemainingLimits:
     """Rest of a tenant's limits, as the ledger reports it."""
 
     def left(per_minute: int | None, figures: tuple[int, int] | None) -> RemainingLimit | None:
@@ -47,7 +47,7 @@ def remaining(judged: Judged, *, is_downgraded: bool = False) -> RemainingLimits
 
     asked, verdict = judged
     requests = left(asked.requests_per_minute, verdict.requests)
-    return RemainingLimits(requests, left(asked.tokens_per_minute, verdict.tokens), is_downgraded)
+    return RemainingLimits(requests, left(asked.tokens_per_minute, verdict.tokens))
 
 
 def refusal(ask: Ask, judged: Judged) -> AdmissionError:

@@ -13,7 +13,6 @@ from sidecar.events import StoreObserver
 from sidecar.policy.choices import StoreLoss
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
-from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.alarm import Alarm
 from sidecar.pools.base import Ask, Clock, Lease, WaitOutcome, monotonic_us
 from sidecar.pools.calls import Cap, Drain, EngineView, Reply, WakeUp
@@ -28,6 +27,7 @@ from sidecar.pools.member_events import Entered, MemberMode, TakeBack
 from sidecar.pools.meter import Judged
 from sidecar.pools.pool_figures import ReportedPool
 from sidecar.pools.pool_requests import PoolRequests
+from sidecar.pools.size_limits import SizeLimits
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter
@@ -510,7 +510,7 @@ class Pool(ReportedPool):
         return self.now_us() if self._run_at_us is None else self._run_at_us
 
     def answered(self, reply: Reply) -> None:
-        """See `LinkUser.answered`."""
+        """The reply to a call. The link says so, on the event loop."""
         now_us = self._moment_us()
         is_statement = self._member.mode is MemberMode.STATING
         self._member.answered(reply, now_us)
@@ -527,13 +527,13 @@ class Pool(ReportedPool):
         self._run()
 
     def unanswered(self, why: str) -> None:
-        """See `LinkUser.unanswered`."""
+        """The call in flight has no answer, because of `why`: one line, without secrets."""
         self._watch.why = why
         self._member.unanswered(self.now_us())
         self._run()
 
     def woken(self, wake_up: WakeUp) -> None:
-        """See `LinkUser.woken`."""
+        """The ledger published something to this replica, or to all."""
         self._member.woken(wake_up, self.now_us())
         self._run()
 
@@ -563,15 +563,15 @@ class Pool(ReportedPool):
         if (lease := self._requests.get(number)) is None:
             return
         self._unjudged.pop(number, None)
+        lease.allowance = remaining(judged)
         if judged.verdict.over is None:
-            lease.allowance = remaining(judged)
             lease.waits()
             return
         self._requests.ended(lease)
         if (lower := downgraded(lease.ask, self._sizes)) is None:
             lease.refused(refusal(lease.ask, judged))
             return
-        lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
+        lease.ask = lower
         lease.ticket = new_ticket(lower, lease.id, lease.entered_us)
         if lease.is_entering:
             lease.waits()

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from sidecar.errors import RemainingLimits
-from sidecar.events import Obstacle, StoreState
+from sidecar.events import Grant, Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
-from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tenant import Account, RateLimits
-from sidecar.pools.base import Ask, Clock, Grant, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
+from sidecar.pools.base import Ask, Clock, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.engine_reports import engine_figures, engine_obstacle, engine_state
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import EngineFigures, EngineOffer, sum_figures
@@ -25,6 +24,7 @@ from sidecar.pools.member import Member
 from sidecar.pools.member_events import MemberMode
 from sidecar.pools.meter import Judged
 from sidecar.pools.pool_requests import PoolRequests
+from sidecar.pools.size_limits import SizeLimits
 from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_words, pool_state
 from sidecar.pools.store_status import StoreStatus
 from sidecar.pools.store_watch import StoreWatch

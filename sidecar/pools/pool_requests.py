@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sidecar.errors import QueueFull
-from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.base import Ask, Grant, Lease, TenantUse
+from sidecar.events import Grant
+from sidecar.pools.base import Ask, Lease, TenantUse
 from sidecar.pools.elsewhere import ServedElsewhere
 from sidecar.pools.ledger_rules import new_ticket
 from sidecar.pools.member import ANSWER_WITHIN_US
 from sidecar.pools.member_events import MemberMode
 from sidecar.pools.queue_places import QueuePlaces
+from sidecar.pools.size_limits import SizeLimits
 from sidecar.pools.tenant_places import TenantPlaces
 from sidecar.pools.waits import NONE_AHEAD, Waits
 from sidecar.scheduling.tickets import ScheduledLease as Held

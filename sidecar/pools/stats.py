@@ -34,8 +34,8 @@ def pool_state(
 
     A tier whose SLO is held has `guard`.
     """
-    held, reserves = [tier.held_tokens for tier in tiers], [tier.reserve_tokens for tier in rules.tiers]
-    lending = loans(held, reserves, [tier.headroom_tokens for tier in rules.tiers], rules.tokens)
+    held, reserves = [tier.held_tokens for tier in tiers], [tier.reserve[0] for tier in rules.tiers]
+    lending = loans(held, reserves, [tier.headroom[0] for tier in rules.tiers], rules.tokens)
     guard_states = {guard.tier: {"guard": _guard_state(guard)} for guard in guards}
     return {
         "capacity": {"tokens": bounded(rules.tokens), "requests": bounded(rules.requests)},
@@ -53,8 +53,8 @@ def _tier_state(rules: TierRules, figures: TierUsage, loan: Loan) -> dict[str, o
         "tier": rules.name,
         "held": {"tokens": figures.held_tokens, "requests": figures.held_requests},
         "queued": {"tokens": figures.queued_tokens, "requests": figures.queued_requests},
-        "reserve": {"tokens": bounded(rules.reserve_tokens), "requests": bounded(rules.reserve_requests)},
-        "limit": {"tokens": bounded(rules.limit_tokens), "requests": bounded(rules.limit_requests)},
+        "reserve": {"tokens": bounded(rules.reserve[0]), "requests": bounded(rules.reserve[1])},
+        "limit": {"tokens": bounded(rules.limit[0]), "requests": bounded(rules.limit[1])},
         "borrowed": loan.borrowed,
         "lent": loan.lent,
     }
@@ -127,9 +127,7 @@ def obstacle(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> tuple[Ob
     The figures may be a heartbeat old where the pool is shared; the decision is the scheduler's, or the script's.
     """
     own, held = rules.tiers[ask.tier], tiers[ask.tier]
-    of_tier = _shortage(
-        ask, (held.held_tokens, held.held_requests), (own.limit_tokens, own.limit_requests) if own.limited else NO_BOUND
-    )
+    of_tier = _shortage(ask, (held.held_tokens, held.held_requests), own.limit[:2] if own.limited else NO_BOUND)
     if of_tier is not None:
         return Obstacle.LIMIT, f"tier {own.name} is at its limit: it holds {of_tier[0]}, and it asks for {of_tier[1]}"
     of_pool = no_room(rules, tiers, ask)
@@ -161,7 +159,7 @@ def _kept(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> Sequence[st
     tokens = rules.tokens - sum(tier.held_tokens for tier in tiers) - ask.tokens
     requests = rules.requests - sum(tier.held_requests for tier in tiers) - ask.requests
     kept = [
-        (tier.name, max(0, tier.headroom_tokens - it.held_tokens), max(0, tier.headroom_requests - it.held_requests))
+        (tier.name, max(0, tier.headroom[0] - it.held_tokens), max(0, tier.headroom[1] - it.held_requests))
         for tier, it in zip(rules.tiers[: ask.tier], tiers, strict=False)
     ]
     if sum(each[1] for each in kept) <= tokens and sum(each[2] for each in kept) <= requests:

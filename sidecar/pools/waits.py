@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from sidecar.pools.base import Grant, Lease
+from sidecar.events import Grant
+from sidecar.pools.base import Lease
 from sidecar.pools.elsewhere import ServedElsewhere
 
 NONE_AHEAD: Mapping[str, Any] = {}

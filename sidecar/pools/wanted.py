@@ -57,17 +57,17 @@ def _usable_share(rules: PoolRules, tiers: Sequence[TierUsage], guards: Sequence
     found = of_guards = 1.0
     for own, tier in zip(rules.tiers, tiers, strict=True):
         tokens, requests = tier.held_tokens + tier.queued_tokens, tier.held_requests + tier.queued_requests
-        if tokens > own.reserve_tokens or requests > own.reserve_requests:
+        if tokens > own.reserve[0] or requests > own.reserve[1]:
             found = of_guards
         of_guards = min(of_guards, usable.get(own.name, 1.0))
     return found
 
 
 def _wanted_by(own: TierRules, tier: TierUsage) -> Room:
-    limit_tokens, limit_requests = (own.limit_tokens, own.limit_requests) if own.limited else NO_BOUND
-    tokens = _beyond_floor(tier.held_tokens, tier.queued_tokens, own.reserve_tokens, limit_tokens)
-    requests = _beyond_floor(tier.held_requests, tier.queued_requests, own.reserve_requests, limit_requests)
-    return max(own.headroom_tokens, tokens), max(own.headroom_requests, requests)
+    limit_tokens, limit_requests = own.limit[:2] if own.limited else NO_BOUND
+    tokens = _beyond_floor(tier.held_tokens, tier.queued_tokens, own.reserve[0], limit_tokens)
+    requests = _beyond_floor(tier.held_requests, tier.queued_requests, own.reserve[1], limit_requests)
+    return max(own.headroom[0], tokens), max(own.headroom[1], requests)
 
 
 def _beyond_floor(held: int, waiting: int, floor: int, limit: int) -> int:

@@ -88,21 +88,15 @@ class Traffic:
 class ReverseProxy(EngineProxy):
     """Forwards every HTTP request to `upstream`, an `http://` or `https://` address, with a base path or without.
 
-    `connect_timeout_s` bounds name lookup and connecting (502 when over). It waits for the engine's answer as long as
+    `CONNECT_TIMEOUT_S` bounds name lookup and connecting (502 when over). It waits for the engine's answer as long as
     the client does: who admits requests ends their time. The first request opens the connection pool; the lifespan's
     shutdown, or `close`, closes it. `on_failure` is called when the engine fails a request: with the reason where no
     connection could be made, else with None. `siblings` are the other engines of its fleet: a redirect to one of them
     leads the client here again. Raises ValueError for an invalid address.
     """
 
-    def __init__(
-        self,
-        upstream: str,
-        *,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        keepalive_s: float = KEEPALIVE_S,
-    ) -> None:
-        self.upstream = Upstream(upstream, connect_timeout_s=connect_timeout_s, keepalive_s=keepalive_s)
+    def __init__(self, upstream: str, *, keepalive_s: float = KEEPALIVE_S) -> None:
+        self.upstream = Upstream(upstream, connect_timeout_s=CONNECT_TIMEOUT_S, keepalive_s=keepalive_s)
         self.traffic = Traffic()
         self.on_failure = lambda _: None
         self.siblings: Callable[[], Iterable[Upstream]] = tuple

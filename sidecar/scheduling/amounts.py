@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from sidecar.policy.rules import UNLIMITED
+from sidecar.policy import rules
 
-Amount: TypeAlias = tuple[int, int, int]
+Amount: TypeAlias = rules.Amount
 
-UNBOUNDED = UNLIMITED
+UNBOUNDED = rules.UNLIMITED
 """A dimension without a bound."""
 
 NOTHING: Amount = (0, 0, 0)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from sidecar.policy.rules import StatedShares
-from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, larger, plus
+from sidecar.policy.rules import StatedShares, admissible, size_limit, tier_amounts
+from sidecar.scheduling.amounts import NOTHING, Amount
 from sidecar.scheduling.tickets import Ticket
 
 
@@ -63,36 +61,20 @@ class Figures:
     has_headroom: bool
 
 
-def rounded_part(share: Fraction, capacity: Amount, of_unbounded: int) -> Amount:
-    """A share of a pool, rounded down; `of_unbounded` where the pool has no bound."""
-    tokens, requests, prompt = (of_unbounded if c == UNBOUNDED else math.floor(share * c) for c in capacity)
-    return tokens, requests, prompt
-
-
 @lru_cache(maxsize=64)
 def figures_for(rules: Rules, capacity: Amount) -> Figures:
     """The figures of a pool. Cached: capacity changes with the engines only."""
-    reserves, headrooms, limits = [], [], []
-    for tier in rules.tiers:
-        headroom = rounded_part((1 - tier.lend) * tier.reserve, capacity, 0)
-        share = tier.reserve * rules.fair
-        tokens, requests, prompt = (
-            (UNBOUNDED if share else 0) if c == UNBOUNDED else math.ceil(share * c) for c in capacity
-        )
-        reserve = (tokens, requests, prompt)
-        reserves.append(larger(reserve, headroom) if rules.by_gain else reserve)
-        headrooms.append(headroom)
-        limits.append(rounded_part(tier.limit, capacity, UNBOUNDED))
+    tiers = [tier_amounts(tier, capacity, rules.fair, by_gain=rules.by_gain) for tier in rules.tiers]
+    reserves, headrooms, limits = zip(*tiers, strict=True) if tiers else ((), (), ())
     returnable = [
-        _beside(capacity, limit, headrooms[: _best_level(rules, level)]) for level, limit in enumerate(limits)
+        admissible(capacity, limit, headrooms[: _best_level(rules, level)]) for level, limit in enumerate(limits)
     ]
-    sizes = [_size_limit(capacity, level, most, reserves) for level, most in enumerate(returnable)]
     return Figures(
         capacity,
-        tuple(reserves),
-        tuple(headrooms),
-        tuple(limits),
-        tuple(sizes),
+        reserves,
+        headrooms,
+        limits,
+        tuple(size_limit(capacity, level, most, reserves) for level, most in enumerate(returnable)),
         tuple(returnable),
         any(h != NOTHING for h in headrooms),
     )
@@ -101,22 +83,3 @@ def figures_for(rules: Rules, capacity: Amount) -> Figures:
 def _best_level(rules: Rules, level: int) -> int:
     """The best level that a ticket can age to."""
     return level if rules.promote_after_us is None else min(level, rules.ceiling)
-
-
-def _beside(capacity: Amount, limit: Amount, headrooms: Sequence[Amount]) -> Amount:
-    above = NOTHING
-    for headroom in headrooms:
-        above = plus(above, headroom)
-    tokens, requests, prompt = (min(most, c - h) for most, c, h in zip(limit, capacity, above, strict=True))
-    return tokens, requests, prompt
-
-
-def _size_limit(capacity: Amount, level: int, most: Amount, reserves: Sequence[Amount]) -> Amount:
-    sizes = list(most)
-    for d in range(3):
-        own = reserves[level][d]
-        if capacity[d] == UNBOUNDED or not own:
-            continue
-        others = sum(reserve[d] for reserve in reserves) - own  # no headroom is more than its reserve
-        sizes[d] = min(most[d], max(own, capacity[d] - others))
-    return sizes[0], sizes[1], sizes[2]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from sidecar.policy.rules import rounded_part
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, larger, minus, plus
-from sidecar.scheduling.figures import Figures, Rules, rounded_part
+from sidecar.scheduling.figures import Figures, Rules
 from sidecar.scheduling.guard import BEGIN, DECIDE_EVERY_S
 
 if TYPE_CHECKING:

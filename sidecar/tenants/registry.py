@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -21,7 +21,10 @@ from sidecar.policy.tenant import Tenant
 from sidecar.policy.tenant_keys import PREFIX, find_key
 from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
-from sidecar.tenants.records import ChangeRefused, RefusedChange, StoredRecords
+from sidecar.tenants.records import ChangeRefused, RefusedChange
+
+if TYPE_CHECKING:
+    from sidecar.tenants.stored import TenantRecords
 
 READ_EVERY_S = 0.5
 """A change is in force on every replica within a second."""
@@ -73,7 +76,7 @@ class StoredTenantsRegistry:
     The files' policy comes in by `change_policy`; what goes on to `governed` has the tenants of both.
     """
 
-    def __init__(self, governed: UsesPolicy, records: StoredRecords) -> None:
+    def __init__(self, governed: UsesPolicy, records: TenantRecords) -> None:
         self._governed = governed
         self._records = records
         self._files_policy = governed.policy

@@ -100,7 +100,10 @@ class _Page(NamedTuple):
 
 
 class TenantRecords:
-    """See `StoredRecords`. Use it from one event loop."""
+    """The tenants in a store, each a JSON text by its name. Use it from one event loop.
+
+    Every coroutine but `close` raises StoreError.
+    """
 
     def __init__(self, connect: Connect, reach: StoreReach | None = None) -> None:
         self._connection = SideConnection(connect, reach)
@@ -109,19 +112,22 @@ class TenantRecords:
 
     @property
     def version(self) -> int:
-        """See `StoredRecords`."""
+        """The number of the last change that is known."""
         return self._known.version
 
     def texts(self) -> Mapping[str, bytes]:
-        """See `StoredRecords`."""
+        """The tenants as they were read last: the same object as long as nothing changes."""
         return self._texts
 
     async def synchronize(self) -> None:
-        """See `StoredRecords`."""
+        """Reads what has changed, and writes what the store lost."""
         await self._in_turn(self._catch_up())
 
     async def put(self, tenant: str, change: Change, *, replaces: bool) -> None:
-        """See `StoredRecords`."""
+        """Writes what `change` makes of a tenant's last text, and reads what has changed. Raises RefusedChange.
+
+        `change` is called again where another replica has written meanwhile, or where an answer was lost.
+        """
 
         def changed(records: _Records) -> list[_Argument]:
             text, keys = change(records.get(tenant, (0, b""))[1])
@@ -133,11 +139,11 @@ class TenantRecords:
         await self._in_turn(self._change("put", changed, is_made))
 
     async def remove(self, tenant: str) -> None:
-        """See `StoredRecords`."""
+        """Removes one tenant, and reads what has changed. Raises RefusedChange."""
         await self._in_turn(self._change("remove", lambda _: [tenant], lambda records: tenant not in records))
 
     async def close(self) -> None:
-        """See `StoredRecords`."""
+        """Closes the connection, in any state."""
         await self._connection.close()
 
     async def _in_turn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -13,6 +13,7 @@ import time
 from calendar import monthrange
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import date, datetime, timedelta, timezone
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,7 +24,10 @@ from sidecar.policy.tenant import Account, Tenant, account_text
 from sidecar.pools import Ask, Pool
 from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
-from sidecar.tenants.usage_records import MOST_AT_ONCE, Sums, UsageCharge, UsageFigures, UsageKey, UsageRecords
+from sidecar.tenants.usage_records import MOST_AT_ONCE, Sums, UsageCharge, UsageFigures, UsageKey
+
+if TYPE_CHECKING:
+    from sidecar.tenants.usage import RedisUsage
 
 EVERY_S = 1.0
 GATHERED_S = 0.05
@@ -61,7 +65,7 @@ class TenantUsage:
     `policy` is the one in force.
     """
 
-    def __init__(self, records: UsageRecords, policy: Policy, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, records: RedisUsage, policy: Policy, clock: Callable[[], float] = time.time) -> None:
         self._records = records
         self._policy = policy
         self._clock = clock

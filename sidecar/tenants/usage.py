@@ -23,7 +23,10 @@ def usage_connector(address: StoreAddress, pool: str) -> Connect:
 
 
 class RedisUsage:
-    """See `UsageRecords`. `days` is for how long use is kept. Use it from one event loop."""
+    """The use of all replicas. `days` is for how long it is kept. Use it from one event loop.
+
+    Every coroutine but `close` raises StoreError.
+    """
 
     def __init__(self, connect: Connect, days: int, reach: StoreReach | None = None) -> None:
         self._connection = SideConnection(connect, reach)
@@ -38,7 +41,10 @@ class RedisUsage:
         day: str,
         accounts: Sequence[str],
     ) -> Recorded:
-        """See `UsageRecords`."""
+        """Adds the n-th part of what this replica has counted, once, however often it is sent. Part 0 is none.
+
+        Each list has `MOST_AT_ONCE` at most; the sums are those of the `accounts`, in `day` and its month.
+        """
         listed: list[str | bytes | int] = [field for key, figures in entries for field in (*key, *figures)]
         listed += [field for charge in charges for field in charge]
         arguments = [self._replica, part, self._days, day, day[:7], len(entries), len(charges), *listed, *accounts]
@@ -51,7 +57,7 @@ class RedisUsage:
             raise StoreError(f"the store's sums cannot be read: {error}") from None
 
     async def use_on(self, day: str) -> Mapping[UsageKey, UsageFigures]:
-        """See `UsageRecords`."""
+        """All that was counted of a day."""
         found: dict[UsageKey, UsageFigures] = {}
         cursor = b"0"
         for _ in range(_MOST_PAGES):
@@ -65,7 +71,7 @@ class RedisUsage:
         raise StoreError("the store's list of a day has no end")
 
     async def close(self) -> None:
-        """See `UsageRecords`."""
+        """Closes the connection, in any state."""
         await self._connection.close()
 
     async def _call(self, arguments: list[str | bytes | int]) -> list[Any]:

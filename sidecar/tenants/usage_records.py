@@ -1,9 +1,9 @@
-"""Interface of the records of use in a store. It imports no client of a store."""
+"""Records of the tenants' use. It imports no client of a store."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import NamedTuple
 
 MOST_AT_ONCE = 128
 """Entries, charges, or accounts, of one call: so many take the store less than a millisecond."""
@@ -27,10 +27,6 @@ class UsageFigures(NamedTuple):
     input_tokens: int
     output_tokens: int
 
-    def plus(self, other: UsageFigures) -> UsageFigures:
-        """The sum of both."""
-        return UsageFigures(*(mine + its for mine, its in zip(self, other, strict=True)))
-
 
 UsageCharge = tuple[str, str, int]
 """A day, an account (`policy.tenant.Account`), and the tokens that count in its budgets, weighted by their cost."""
@@ -48,26 +44,3 @@ class Recorded(NamedTuple):
 
     time_s: float
     sums: Mapping[str, Sums]
-
-
-class UsageRecords(Protocol):
-    """The use of all replicas, in a store. Every coroutine but `close` raises StoreError."""
-
-    async def add(
-        self,
-        part: int,
-        entries: Sequence[tuple[UsageKey, UsageFigures]],
-        charges: Sequence[UsageCharge],
-        day: str,
-        accounts: Sequence[str],
-    ) -> Recorded:
-        """Adds the n-th part of what this replica has counted, once, however often it is sent. Part 0 is none.
-
-        Each list has `MOST_AT_ONCE` at most; the sums are those of the `accounts`, in `day` and its month.
-        """
-
-    async def use_on(self, day: str) -> Mapping[UsageKey, UsageFigures]:
-        """All that was counted of a day."""
-
-    async def close(self) -> None:
-        """Closes the connection, in any state."""

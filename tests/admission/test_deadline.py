@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from sidecar.admission.deadline import asked_deadline_us
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser, refusal_for
-from sidecar.engines.watch import EngineState, KnownState
+from sidecar.engines.watch import EngineHealth, EngineState
 from sidecar.errors import AdmissionError, InvalidHeader
 from sidecar.events import Risen
 from sidecar.explain.builder import ExplanationBuilder
@@ -352,7 +352,7 @@ async def test_one_that_waits_again_still_has_its_deadline_and_is_not_charged_tw
 @virtually
 async def test_a_refusal_says_whether_room_or_an_engine_was_missing() -> None:
     async with World() as world:
-        watch, end = KnownState(), TurnEnded(EndCause.DEADLINE, None)
+        watch, end = EngineHealth(), TurnEnded(EndCause.DEADLINE, None)
         for state, why in (
             (EngineState.UP, "no room came free for tier batch"),
             (EngineState.DOWN, "no engine answered"),

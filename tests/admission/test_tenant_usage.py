@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class Ledger:
         if part > self.parts.get(replica, 0):
             self.parts[replica] = part
             for name, figures in entries:
-                self.entries[name] = self.entries.get(name, UsageFigures(0, 0, 0)).plus(figures)
+                self.entries[name] = total((self.entries.get(name), figures))
             self.charges += charges
         if self.loses_answers:
             raise StoreError("lost")
@@ -107,6 +107,11 @@ class OfLedger:
 
     async def close(self) -> None:
         pass
+
+
+def total(figures: Iterable[UsageFigures | None]) -> UsageFigures:
+    """Sum of figures."""
+    return UsageFigures(*map(sum, zip(*filter(None, figures), strict=True)))
 
 
 def usage_of(ledger: Ledger, skew_s: float = 0.0) -> TenantUsage:
@@ -164,7 +169,7 @@ async def count_and_compare(steps: list[tuple[str, int, str, int]]) -> None:
             day = datetime.fromtimestamp(clock.now_s, timezone.utc).strftime("%Y-%m-%d")
             name = UsageKey(day, tenant, "normal", "m")
             one_more = UsageFigures(1, number, number // 2)
-            expected[name] = expected.get(name, UsageFigures(0, 0, 0)).plus(one_more)
+            expected[name] = total((expected.get(name), one_more))
         elif kind == "flush":
             try:
                 await replicas[at].flush()

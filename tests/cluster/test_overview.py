@@ -99,7 +99,7 @@ async def test_who_was_preempted_and_not_admitted_again_is_a_refusal_that_says_s
     journal, recent, policy = Journal(now_us=lambda: 5_000_000), Recent(), policy_of()
     events = (
         Classified(1, "batch", "acme", "key", None, "chat", None, None, False, 10, 1),
-        Admitted(1, 0, 0, None, {}, 1, None),
+        Admitted(1, 0, 0, None, {}, 1),
         Preempted(2_000_001, 1, 1),
         Queued(2_000_001, Obstacle.PREEMPTED, "its room went"),
         Settled(4_000_001, Outcome.FAILED, 503, 0, None, None, "queue_timeout"),
@@ -118,7 +118,7 @@ async def test_five_seconds_in_which_nothing_but_a_preemption_happened_are_repor
     recent, policy = Recent(), policy_of()
     tell = begin(recent, Received(0, round((NOW_S - 6) * 1e9), "POST", "/", [], "mine"), None)
     tell(Classified(1, "batch", "acme", "key", None, "chat", None, None, False, 10, 1))
-    tell(Admitted(1, 0, 0, None, {}, 1, None))
+    tell(Admitted(1, 0, 0, None, {}, 1))
     tell(Preempted(6_000_001, 1, 1))
     batch = PoolOverview(sources_of(Pool(policy), policy, recent=recent), lambda: NOW_S).overview().tiers[1]
     assert (batch.recent[-1].preempted, batch.recent[-1].engine_lost_s) == (1, 6.0)

@@ -175,7 +175,7 @@ def test_within_a_tier_a_later_request_of_the_same_tenant_goes_first_by_a_claim(
 ) -> None:
     journal = Journal(now_us=lambda: 1000)
     ahead = arrives(journal, "ahead", "low", 20, tenant)
-    ahead(Admitted(50, 30, 0, None, {}, 3, None, {}, engine=engine))
+    ahead(Admitted(50, 30, 0, None, {}, 3, {}, engine=engine))
     arrives(journal, "waiter", "low", 10)
     story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("waiter")
     assert story is not None
@@ -188,10 +188,10 @@ def test_within_a_tier_a_later_request_of_the_same_tenant_goes_first_by_a_claim(
 def test_of_several_tenants_the_time_of_the_claim_decides(claimed_us: int, rule: str) -> None:
     journal = Journal(now_us=lambda: 1000)
     ahead = arrives(journal, "ahead", "low", 20, "other")
-    ahead(Admitted(50, 30, 0, None, {}, 3, None, {}, engine="b#1"))
+    ahead(Admitted(50, 30, 0, None, {}, 3, {}, engine="b#1"))
     placed = Placed(100, 4, 0, 0, 0, claimed_us=claimed_us)
     waiter = arrives(journal, "waiter", "low", 10)
-    waiter(Admitted(100, 90, 50, 50, {"low": 5}, 3, None, {}, engine="a#1", placed=placed))
+    waiter(Admitted(100, 90, 50, 50, {"low": 5}, 3, {}, engine="a#1", placed=placed))
     story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("waiter")
     assert story is not None
     assert story.wait is not None
@@ -235,7 +235,7 @@ def test_every_rule_has_its_sentence(
 ) -> None:
     journal = Journal(now_us=lambda: 1000)
     (tier, arrived_us), (level, passed) = ahead, admitted
-    arrives(journal, "ahead", tier, arrived_us)(Admitted(50, 50 - arrived_us, 0, None, {}, level, None, passed))
+    arrives(journal, "ahead", tier, arrived_us)(Admitted(50, 50 - arrived_us, 0, None, {}, level, passed))
     arrives(journal, "waiter", waiter, 10)
     story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("waiter")
     assert story is not None
@@ -249,8 +249,8 @@ def test_what_is_not_kept_any_more_is_counted_in_tokens() -> None:
     victim = arrives(journal, "victim", "batch", 0)
     for number in range(100):
         at_us = 10 + number
-        arrives(journal, str(number), "high", at_us)(Admitted(at_us, 0, 0, None, {}, 1, None, {"batch": "reserve"}))
-    victim(Admitted(200, 200, 190, 10, {"high": 500}, 4, None))
+        arrives(journal, str(number), "high", at_us)(Admitted(at_us, 0, 0, None, {}, 1, {"batch": "reserve"}))
+    victim(Admitted(200, 200, 190, 10, {"high": 500}, 4))
     story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("victim")
     assert story is not None
     assert story.wait is not None

@@ -26,7 +26,7 @@ from tests.support.each import each
 from tests.telemetry.span_stories import begin
 
 SECOND = 1_000_000
-ADMITTED = Admitted(SECOND, 0, 0, None, {}, 2, None)
+ADMITTED = Admitted(SECOND, 0, 0, None, {}, 2)
 
 
 def reported(*events: Event, now_s: float = 60, ahead: bool = False) -> Explanation:
@@ -39,7 +39,7 @@ def reported(*events: Event, now_s: float = 60, ahead: bool = False) -> Explanat
     if ahead:
         other = begin(journal, Received(5 * SECOND, 10**18, "POST", "/", [], "important"), None)
         other(Classified(5 * SECOND, "high", "acme", "key", None, "chat", "m", 1, False, 9, 1))
-        other(Admitted(5 * SECOND, 0, 0, None, {}, 0, None, {"batch": "level"}))
+        other(Admitted(5 * SECOND, 0, 0, None, {}, 0, {"batch": "level"}))
     story = ExplanationBuilder(journal, lambda: ("high", "batch"), "lab", is_shared=False).explain("mine")
     assert story is not None
     return story
@@ -68,7 +68,7 @@ def test_what_went_wrong_comes_first(end: tuple[Any, ...], said: str) -> None:
 
 
 def test_what_went_wrong_comes_before_a_wait_too() -> None:
-    waited = Admitted(3 * SECOND, 2 * SECOND, 0, None, {}, 2, None)
+    waited = Admitted(3 * SECOND, 2 * SECOND, 0, None, {}, 2)
     no_room = Queued(SECOND, Obstacle.NO_ROOM, "no room")
     story = reported(no_room, waited, settled(Outcome.FAILED, 200, "ResponseCut"))
     assert story.conclusion == (
@@ -95,7 +95,15 @@ def preempted(at_s: float, admitted_s: float, times: int = 1) -> tuple[Event, Ev
 def again(at_s: float, overtaken_s: float | None = None) -> Admitted:
     at_us = round(at_s * SECOND)
     overtaken_us = None if overtaken_s is None else round(overtaken_s * SECOND)
-    return Admitted(at_us, at_us - SECOND, 0 if overtaken_us is None else at_us - overtaken_us, overtaken_us, {}, 1, 7)
+    return Admitted(
+        at_us,
+        at_us - SECOND,
+        0 if overtaken_us is None else at_us - overtaken_us,
+        overtaken_us,
+        {},
+        1,
+        engine_priority=7,
+    )
 
 
 def test_one_that_was_preempted_says_when_and_why_and_how_long_it_waited_again() -> None:
@@ -117,7 +125,7 @@ def test_one_that_was_preempted_says_when_and_why_and_how_long_it_waited_again()
 
 
 def test_who_was_admitted_while_it_ran_did_not_go_ahead_of_it() -> None:
-    served = Admitted(10 * SECOND, 9 * SECOND, 2 * SECOND, 8 * SECOND, {"high": 9}, 1, 7)
+    served = Admitted(10 * SECOND, 9 * SECOND, 2 * SECOND, 8 * SECOND, {"high": 9}, 1, engine_priority=7)
     story = reported(ADMITTED, *preempted(8, 1), served, settled(Outcome.COMPLETED, 200, None, 11), ahead=True)
     assert story.conclusion.endswith("; waited again for 2.00 s")
     assert story.wait is not None
@@ -125,7 +133,7 @@ def test_who_was_admitted_while_it_ran_did_not_go_ahead_of_it() -> None:
 
 
 def test_one_that_was_preempted_twice_tells_of_both() -> None:
-    first = Admitted(3 * SECOND, 2 * SECOND, 0, None, {}, 2, None)
+    first = Admitted(3 * SECOND, 2 * SECOND, 0, None, {}, 2)
     events = (Queued(SECOND, Obstacle.NO_ROOM, "no room"), first, *preempted(6, 3), again(8), *preempted(9, 8, 2))
     story = reported(*events, again(12), settled(Outcome.FAILED, 200, "ResponseCut", 13))
     assert story.conclusion == (

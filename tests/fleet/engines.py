@@ -10,12 +10,12 @@ from typing import Any
 
 from sidecar.engines import Engine, Vllm
 from sidecar.engines.pages import Health
+from sidecar.engines.watch import EngineCheck
 from sidecar.fleet.discovery import StaticDiscovery
 from sidecar.fleet.fleet import Fleet
-from sidecar.fleet.settings import FleetSettings
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.choices import CapacitySource
-from sidecar.policy.fleet import EngineAddress
+from sidecar.policy.fleet import EngineAddress, FleetPolicy
 from sidecar.policy.rules import UNLIMITED
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.middleware import answer
@@ -74,14 +74,10 @@ async def fleet_of(
     addresses: Sequence[EngineAddress],
     health: Health = FAST,
     on_change: Callable[[Fleet], None] = lambda _: None,
-    **settings: Any,
+    check: EngineCheck = EngineCheck.ON,
 ) -> AsyncIterator[Fleet]:
     """An open fleet of these engines."""
-    fleet = Fleet(
-        FleetSettings(**{"engine": Vllm, "health": health, "slow_start_s": 30.0, **settings}),
-        StaticDiscovery(addresses),
-        now_us,
-    )
+    fleet = Fleet(Vllm, FleetPolicy(health=health, slow_start_s=30.0), StaticDiscovery(addresses), now_us, check=check)
     fleet.on_change = lambda: on_change(fleet)
     await fleet.open()
     try:

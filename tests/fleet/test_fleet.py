@@ -6,7 +6,6 @@ import asyncio
 import socket
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from sidecar.fleet.fleet import Fleet
 from sidecar.fleet.member import MemberState
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.fields import MOST_OF_AN_ENGINE
-from sidecar.policy.fleet import EngineAddress
+from sidecar.policy.fleet import EngineAddress, FleetPolicy
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools.engine_reader import HELD_BACK_S
 from sidecar.pools.engines import EngineOffer
@@ -436,8 +435,11 @@ async def test_engines_come_and_go_by_discovery_and_one_that_is_back_is_a_new_in
         assert fleet.readiness() == ("no engine is known",)
 
 
-async def test_of_too_many_engines_those_that_are_there_stay_and_a_bad_address_is_left_out() -> None:
-    async with engines(1) as (engine,), fleet_of([engine.address("z")], most_engines=4) as fleet:
+async def test_of_too_many_engines_those_that_are_there_stay_and_a_bad_address_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sidecar.fleet.fleet.MOST_ENGINES", 4)
+    async with engines(1) as (engine,), fleet_of([engine.address("z")]) as fleet:
         port = free_port()
         more = [EngineAddress(f"e{number}", f"http://127.0.0.1:{port}", WRITTEN, UNLIMITED) for number in range(200)]
         listed(fleet, [*more, engine.address("z")])
@@ -497,8 +499,7 @@ def test_the_default_health_page_is_the_engines_own() -> None:
 
 async def test_settings_change_at_once() -> None:
     async with engines(1) as (engine,), fleet_of([engine.address("a")], Health("/health", 3600)) as fleet:
-        settings: Any = fleet.settings
-        fleet.change(type(settings)(engine=Vllm, health=FAST, slow_start_s=0.0))
+        fleet.change(FleetPolicy(health=FAST, slow_start_s=0.0))
         await engine.stop()
         fleet.members()[0].proxy.on_failure("connection refused by this test")
         await until(lambda: states(fleet) == {"a#1": "down"})

@@ -102,7 +102,7 @@ async def test_other_figures_count_at_once(tmp_path: Path) -> None:
             assert routing.affinity is not None
             assert sidecar.pool._rules.affinity_percent == 400
             assert (routing.most_breaks, float(routing.budget.share)) == (0, 0.5)
-            assert (sidecar.fleet.settings.slow_start_s, sidecar.fleet.settings.health.every_s) == (7, 1)
+            assert (sidecar.fleet.policy.slow_start_s, sidecar.fleet.policy.health.every_s) == (7, 1)
             found = [(state.tokens, state.requests, state.effective_prefill) for state in sidecar.pool.engines()]
             assert found == [(5000, 3, 1000)] * 2
             assert (await sidecar.ask()).status == 200

@@ -117,7 +117,7 @@ def test_written_capacities_add_up(tmp_path: Path) -> None:
     policy = loaded(tmp_path, WRITTEN)
     assert (policy.rules.tokens, policy.rules.requests) == (500_000, 200)
     high, normal, _ = policy.rules.tiers
-    assert (high.reserve_tokens, normal.limit_requests) == (100_000, 120)
+    assert (high.reserve[0], normal.limit[1]) == (100_000, 120)
     assert policy.largest_engine == (400_000, 160)
     assert not policy.reads_capacity
     assert policy.engine_capacity is None
@@ -158,7 +158,7 @@ def test_a_models_pool_has_its_engines_their_sum_and_a_name_of_its_own(tmp_path:
     assert (one.rules.tokens, two.rules.tokens, two.rules.requests) == (400_000, 100_000, 40)
     assert (one.pool, two.pool) == ("chat/m/one", "chat/two")
     assert [engine.name for engine in two.engines.static] == ["b"] if two.engines else False
-    assert two.rules.tiers[0].reserve_tokens == 20_000
+    assert two.rules.tiers[0].reserve[0] == 20_000
     assert two.largest_engine == (100_000, 40)
     with pytest.raises(KeyError):
         policy.of_model("three")

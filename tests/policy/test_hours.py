@@ -207,7 +207,7 @@ def test_what_counts_at_a_time(tmp_path: Path) -> None:
         Fraction(1, 2),
     ]
     assert [work.tiers[2].reserve, evening.tiers[2].reserve] == [0, Fraction(1, 5)]
-    assert [work.rules.tiers[2].limit_tokens, evening.rules.tiers[2].limit_tokens] == [100, 500]
+    assert [work.rules.tiers[2].limit[0], evening.rules.tiers[2].limit[0]] == [100, 500]
     assert [one.limits.requests_per_minute for one in work.tenants.values()] == [60, 60, None]
     assert [one.limits.requests_per_minute for one in evening.tenants.values()] == [600, 600, None]
     assert [one.key_name for one in work.tenants.values()] == [None, "ci", None]

@@ -17,21 +17,21 @@ TIERS = "{high: {reserve: 20%, lend: 50%, slo: {ttft: 1s, tpot: 50ms}}, normal: 
 GAIN = f"engine: vllm\ncapacity: {{tokens: 1000, requests: 10}}\norder: gain\nanonymous: normal\ntiers: {TIERS}\n"
 
 
-def test_the_floor_is_a_part_of_the_reserve_and_the_headroom_is_of_all_of_it(tmp_path: Path) -> None:
+def test_the_floor_is_a_part_of_the_reserve_and_at_least_the_headroom_of_all_of_it(tmp_path: Path) -> None:
     rules = load(pool(tmp_path, GAIN)).rules
     high = rules.tiers[0]
     assert rules.is_by_gain
-    assert (high.reserve_tokens, high.reserve_requests, high.headroom_tokens) == (50, 1, 100)
+    assert (high.reserve[:2], high.headroom[0]) == ((100, 1), 100)
     other = load(pool(tmp_path, f"{GAIN}fair: 100%\n"))
-    assert other.rules.tiers[0].reserve_tokens == 200
-    assert other.rules_for(2000, None).tiers[0].reserve_tokens == 400
+    assert other.rules.tiers[0].reserve[0] == 200
+    assert other.rules_for(2000, None).tiers[0].reserve[0] == 400
 
 
 def test_by_level_the_whole_reserve_is_the_floor(tmp_path: Path) -> None:
-    policy = load(pool(tmp_path, GAIN.replace("order: gain", "order: level\nfair: 10%")))
+    policy = load(pool(tmp_path, GAIN.replace("order: gain", "order: level\nfair: 60%")))
     assert policy.order is Order.LEVEL
-    assert policy.rules.tiers[0].reserve_tokens == 200
-    assert policy.ordered_by(Order.GAIN).rules.tiers[0].reserve_tokens == 20
+    assert policy.rules.tiers[0].reserve[0] == 200
+    assert policy.ordered_by(Order.GAIN).rules.tiers[0].reserve[0] == 120
     assert policy.ordered_by(Order.GAIN).ordered_by(Order.LEVEL) == policy
     assert load(pool(tmp_path, SMALL)).fair == Fraction(1, 4)
 
@@ -41,8 +41,8 @@ def test_with_several_engines_the_floor_is_counted_in_prompts_too(tmp_path: Path
     engines = "engines: {static: [{name: a, url: 'http://a:8000', capacity: {tokens: 10k, requests: 8}}]}\n"
     rules = load(pool(tmp_path, text + engines)).rules_for(1000, 10, 400)
     high = rules.tiers[0]
-    assert (high.reserve_tokens, high.reserve_requests, high.reserve_prefill) == (50, 1, 20)
-    assert (high.headroom_tokens, high.headroom_prefill) == (100, 40)
+    assert high.reserve == (100, 1, 40)
+    assert (high.headroom[0], high.headroom[2]) == (100, 40)
 
 
 def test_it_goes_with_a_store_and_with_engines_there(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ async def test_a_warning_is_reported_when_it_is_new(tmp_path: Path, caplog: pyte
     pool = write_policy(tmp_path)
     async with watching(pool) as (_, process):
         pool.write_text(pool.read_text().replace("critical: {}", "critical: {reserve: 90%}"))
-        await until(lambda: process.policy.rules.tiers[0].reserve_requests > 0)
+        await until(lambda: process.policy.rules.tiers[0].reserve[1] > 0)
         await until(lambda: len(caplog.records) > 1)
     reloaded, *warned = [record.getMessage() for record in caplog.records]
     assert "tier critical reserve 0% -> 90%" in reloaded

@@ -33,4 +33,4 @@ def test_a_limit_below_one_request_or_one_token_is_refused(tmp_path: Path, limit
 
 def test_a_limit_of_exactly_one_request_is_a_limit(tmp_path: Path) -> None:
     policy = load(pool(tmp_path, SMALL.replace("batch: {}", "batch: {limit: 10%}")))
-    assert policy.rules.tiers[2].limit_requests == 1
+    assert policy.rules.tiers[2].limit[1] == 1

@@ -133,8 +133,8 @@ def shared(rules: PoolRules, tiers: Sequence[Tier]) -> tuple[Tier, ...]:
 
 def _shared(stated: Tier, rules: PoolRules, tier: TierRules) -> Tier:
     sizes = [
-        (rules.tokens, tier.reserve_tokens, tier.headroom_tokens, tier.limit_tokens),
-        (rules.requests, tier.reserve_requests, tier.headroom_requests, tier.limit_requests),
+        (rules.tokens, tier.reserve[0], tier.headroom[0], tier.limit[0]),
+        (rules.requests, tier.reserve[1], tier.headroom[1], tier.limit[1]),
     ]
     size, reserve, headroom, limit = max([it for it in sizes if it[0] != UNLIMITED] or [(1, 0, 0, 1)])
     return replace(

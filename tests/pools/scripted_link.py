@@ -11,7 +11,6 @@ from sidecar.pools import Pool
 from sidecar.pools.base import PeerReport
 from sidecar.pools.calls import HEARTBEAT_US, Call
 from sidecar.pools.ledger import Ledger
-from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.member import LAZY_US
 from tests.pools.harness import Clock
 
@@ -26,11 +25,11 @@ class ScriptedLink:
         self.calls: list[Call] = []
         self.is_cut = self.loses_answers = False
 
-    def send(self, call: Call, user: LinkUser) -> None:
+    def send(self, call: Call, user: Pool) -> None:
         self.calls.append(call)
         asyncio.get_running_loop().call_soon(self._answer, call, user)
 
-    def _answer(self, call: Call, user: LinkUser) -> None:
+    def _answer(self, call: Call, user: Pool) -> None:
         if self.is_cut:
             user.unanswered("cut off")
             return

@@ -12,7 +12,6 @@ from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.calls import Call, Reply
-from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.member import LAZY_US
 from sidecar.pools.redis import RedisLink, ledger_connector
 from sidecar.pools.redis.connection import Connect
@@ -29,13 +28,13 @@ class WatchedLink(RedisLink):
     heartbeat_us, lazy_us = 10**15, LAZY_US
     is_busy = False
 
-    def send(self, call: Call, user: LinkUser) -> None:
+    def send(self, call: Call, user: Pool) -> None:
         self.is_busy = True
         super().send(call, _Watched(self, user))
 
 
 class _Watched:
-    def __init__(self, link: WatchedLink, user: LinkUser) -> None:
+    def __init__(self, link: WatchedLink, user: Pool) -> None:
         self._link, self._user, self.woken = link, user, user.woken
 
     def answered(self, reply: Reply) -> None:

@@ -50,7 +50,7 @@ async def test_a_limited_request_is_decided_and_admitted_by_one_call() -> None:
     with pytest.raises(TenantLimit, match="200 are left"):
         await all_of_them.pools[1].enter(asks(TOKENS, 300))
     lower = await all_of_them.pools[1].enter(asks(TOKENS, 300, downgrade=1))
-    assert (lower.tier, lower.allowance is not None and lower.allowance.is_downgraded) == (1, True)
+    assert (lower.tier, lower.ask.accounts) == (1, ())
     lease.settle(100)
     all_of_them.clock.advance(0.02)
     await all_of_them.quiet()
@@ -150,8 +150,7 @@ async def test_beside_another_layout_a_limited_request_waits_and_hears_its_verdi
     with pytest.raises(TenantLimit, match="200 are left"):
         await second.wait()
     assert (lower.tier, lower.grant is not None) == (1, True)
-    assert lower.allowance is not None
-    assert lower.allowance.is_downgraded
+    assert lower.ask.accounts == ()
     for lease in (first, lower):
         assert lease.settle(0)
     await all_of_them.pass_s(1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sidecar.admission.controller import AdmissionController, Services, Unmonitored
+from sidecar.admission.controller import AdmissionController, Monitor, Services
 from sidecar.events import (
     Admitted,
     AppTrace,
@@ -290,7 +290,7 @@ class TestedMiddleware(AdmissionController):
         observed: Callable[[Observed], None] | None = None,
         **services: Any,
     ) -> None:
-        super().__init__(Services(app=app, monitor=lambda _: Unmonitored(observer, observed), **services), policy)
+        super().__init__(Services(app=app, monitor=lambda _: Monitor(observer, observed), **services), policy)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await serve_scope(self, self.app, scope, receive, send)
@@ -303,7 +303,7 @@ def monitor(
     unguarded: Callable[[UnguardedRequest], None] | None = None,
 ) -> None:
     """Other observers in place of those that the controller was made with; without one, the same for requests."""
-    monitor = Unmonitored(observer or controller.observer, observed, unguarded)
+    monitor = Monitor(observer or controller.observer, observed, unguarded)
     object.__setattr__(controller, "monitor", monitor)
     object.__setattr__(controller, "observer", monitor.observer)
 

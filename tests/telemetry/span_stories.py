@@ -86,9 +86,8 @@ def admitted(
 ) -> Admitted:
     at_us = ARRIVAL_US + after_us
     overtaken_at_us = at_us - starvation_us if served_ahead else None
-    return Admitted(
-        at_us, wait_us, starvation_us, overtaken_at_us, served_ahead or {}, 3, engine_priority, passed or {}
-    )
+    waited = at_us, wait_us, starvation_us, overtaken_at_us, served_ahead or {}
+    return Admitted(*waited, 3, passed or {}, engine_priority=engine_priority)
 
 
 def refused(code: str, status: int | None, after_us: int = 70, **waiting: object) -> Refused:

@@ -33,7 +33,7 @@ def test_metrics_of_what_would_have_been_have_names_of_their_own() -> None:
     measuring = Measuring()
     requests = measuring.requests()
     tell = begin(requests, received(), None)
-    for event in (CLASSIFIED, Admitted(2, 0, 0, None, {}, 1, None), WAITED):
+    for event in (CLASSIFIED, Admitted(2, 0, 0, None, {}, 1), WAITED):
         tell(event)
     for one in (observed(Verdict.ADMITTED), WAITED, TIMED_OUT, TIMED_OUT, NO_KEY):
         requests.note_observed(one)
@@ -85,7 +85,7 @@ def test_a_flood_of_them_is_cut_short_and_counted(caplog: pytest.LogCaptureFixtu
 
 
 def test_the_span_says_it_where_it_is_known_in_time() -> None:
-    admitted = Admitted(5_000_001, 0, 0, None, {}, 1, None)
+    admitted = Admitted(5_000_001, 0, 0, None, {}, 1)
     attributes = Tracing().play(CLASSIFIED, admitted, TIMED_OUT, settled(1_000_000))["admission"].attributes or {}
     assert attributes["admission.observed.decision"] == "refused"
     assert attributes["admission.observed.reason"] == "queue_timeout"

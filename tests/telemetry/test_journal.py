@@ -12,10 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.trace import SpanContext
 
-from sidecar.events import Admitted, Classified, Event, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
+from sidecar.events import (
+    Admitted,
+    Classified,
+    Event,
+    Grant,
+    Obstacle,
+    Outcome,
+    Preempted,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Ask, Pool
-from sidecar.pools.base import Grant, Lease
+from sidecar.pools.base import Lease
 from sidecar.telemetry import journal as journals
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.request_record import RequestRecord
@@ -41,7 +53,7 @@ def classified(at_us: int, tier: str = "batch", tokens: int = 10, tenant: str = 
 
 
 def admitted(at_us: int, wait_us: int = 0, starvation_us: int = 0) -> Admitted:
-    return Admitted(at_us, wait_us, starvation_us, at_us - starvation_us if starvation_us else None, {}, 2, None)
+    return Admitted(at_us, wait_us, starvation_us, at_us - starvation_us if starvation_us else None, {}, 2)
 
 
 def settled(at_us: int, outcome: Outcome = Outcome.COMPLETED) -> Settled:
@@ -152,7 +164,6 @@ class Sidecar:
             grant.overtaken_at_us,
             grant.served_ahead,
             grant.level,
-            None,
             grant.passed,
         )
         self.tells[request_id](event)

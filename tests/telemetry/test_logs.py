@@ -51,7 +51,7 @@ from tests.telemetry.span_stories import begin
 
 TRACE = SpanContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, is_remote=False)
 CLASSIFIED = Classified(1, "batch", "acme", "key", None, "chat", "m", 5, False, 10, 1)
-ADMITTED = Admitted(3_000_000, 2_000_000, 500_000, 2_500_000, {"high": 5}, 2, None)
+ADMITTED = Admitted(3_000_000, 2_000_000, 500_000, 2_500_000, {"high": 5}, 2)
 FULL = Refused(5_000_000, "queue_timeout", "no room", 503, 4_000_000, 1_500_000, 3_500_000, {"high": 5})
 
 
@@ -209,7 +209,7 @@ PREEMPTED = (Preempted(4_500_000, 3_000_000, 1), Queued(4_500_000, Obstacle.PREE
 
 
 def test_a_line_tells_how_often_its_request_was_preempted_and_what_that_cost() -> None:
-    again = Admitted(5_500_000, 4_500_000, 3_000_000, 2_500_000, {"high": 5}, 2, None)
+    again = Admitted(5_500_000, 4_500_000, 3_000_000, 2_500_000, {"high": 5}, 2)
     with lines("debug") as written:
         tell(RequestLog(), CLASSIFIED, ADMITTED, *PREEMPTED, again, settled(Outcome.COMPLETED))
     (line,) = map(json.loads, written)

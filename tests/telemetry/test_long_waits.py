@@ -48,7 +48,7 @@ class Request:
         now_us = virtual_now_us()
         starved_us = 0 if overtaken_us is None else now_us - overtaken_us
         waited = (now_us - self.since_us, starved_us, overtaken_us)
-        self.observation.on_event(Admitted(now_us, *waited, {}, 0, None, passed or {}))
+        self.observation.on_event(Admitted(now_us, *waited, {}, 0, passed or {}))
 
     def is_refused(self):
         now_us = virtual_now_us()

@@ -20,7 +20,7 @@ def arrives(journal: Journal, request_id: str, at_us: int, tier: str = "batch") 
 
 def admitted(at_us: int, since_us: int, overtaken_at_us: int | None = None) -> Admitted:
     starvation_us = 0 if overtaken_at_us is None else at_us - overtaken_at_us
-    return Admitted(at_us, at_us - since_us, starvation_us, overtaken_at_us, {}, 2, None)
+    return Admitted(at_us, at_us - since_us, starvation_us, overtaken_at_us, {}, 2)
 
 
 def preempt(tell: Callable[[Event], None], at_us: int, admitted_us: int) -> None:

@@ -43,7 +43,7 @@ class Request:
         self, at_s: float, wait_s: float = 0.0, starved_s: float = 0.0, passed: Mapping[str, str] = {}
     ) -> None:
         self.tell(Queued(us(at_s - wait_s), Obstacle.NO_ROOM, "no room"))
-        self.tell(Admitted(us(at_s), round(wait_s * 1e6), round(starved_s * 1e6), None, {}, 0, None, passed))
+        self.tell(Admitted(us(at_s), round(wait_s * 1e6), round(starved_s * 1e6), None, {}, 0, passed))
 
     def preempted(self, at_s: float, admitted_s: float) -> None:
         self.tell(Preempted(us(at_s), us(admitted_s), 1))

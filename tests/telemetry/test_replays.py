@@ -17,7 +17,7 @@ PLACED = Placed(20_000, 4, 3_000, 3, 500, prompt=700, hits=(("b#2", 600), ("c#1"
 
 
 def at_engine(after_us: int, engine: str, wait_us: int = 0, placed: Placed | None = None) -> Admitted:
-    return Admitted(ARRIVAL_US + after_us, wait_us, 0, None, {}, 3, None, engine=engine, placed=placed)
+    return Admitted(ARRIVAL_US + after_us, wait_us, 0, None, {}, 3, engine=engine, placed=placed)
 
 
 def left(after_us: int, engine: str, reason: ReplayReason, times: int) -> list[Event]:
@@ -77,7 +77,7 @@ def test_each_attempt_is_a_span_with_its_engine_and_the_replay_is_its_event(span
 def test_a_request_of_a_pool_of_one_has_none_of_this():
     tracing = Tracing()
     observation = tracing.observer.received(received())
-    for event in (classified(), Admitted(ARRIVAL_US + 60, 0, 0, None, {}, 3, None), settled(5_000_000)):
+    for event in (classified(), Admitted(ARRIVAL_US + 60, 0, 0, None, {}, 3), settled(5_000_000)):
         observation.on_event(event)
     names = {name for span in tracing.exporter.get_finished_spans() for name in span.attributes}
     assert not {name for name in names if "engine" in name and name != "admission.engine_priority"}

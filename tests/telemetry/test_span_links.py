@@ -57,12 +57,12 @@ class Waiting:
         starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
         wait_us = now_us - self.since_us
         waited = wait_us, starvation_us, overtaken_at_us, served_ahead or {}
-        self.observation.on_event(Admitted(now_us, *waited, 0, None, passed or {}))
+        self.observation.on_event(Admitted(now_us, *waited, 0, passed or {}))
         return now_us
 
     def goes_straight_in(self, passed=None):
         now_us = self.sidecar.now_us
-        self.observation.on_event(Admitted(now_us, 0, 0, None, {}, 0, None, passed or {}))
+        self.observation.on_event(Admitted(now_us, 0, 0, None, {}, 0, passed or {}))
         return now_us
 
     def is_preempted(self, admitted_us):

@@ -60,7 +60,7 @@ def stories(draw: st.DrawFn) -> list[tuple[int, Event | str]]:
     for _ in range(draw(st.integers(0, 3))):
         at_us = max(0, passes() - draw(CLOCKS))
         figures = wait_until(at_us) if is_waiting else (0, 0, None, {})
-        heard.append((now_us, Admitted(ARRIVAL_US + at_us, *figures, 3, None, engine="b#1")))
+        heard.append((now_us, Admitted(ARRIVAL_US + at_us, *figures, 3, engine="b#1")))
         passes()
         if draw(st.booleans()):
             heard.append((now_us, Replayed(ARRIVAL_US + now_us, "b#1", draw(st.sampled_from(ReplayReason)))))
@@ -72,7 +72,7 @@ def stories(draw: st.DrawFn) -> list[tuple[int, Event | str]]:
     at_us = max(0, passes() - draw(CLOCKS))
     figures = wait_until(at_us) if is_waiting else (0, 0, None, {})
     if draw(st.booleans()):
-        heard.append((now_us, Admitted(ARRIVAL_US + at_us, *figures, 3, None)))
+        heard.append((now_us, Admitted(ARRIVAL_US + at_us, *figures, 3)))
         heard.append((passes(), Settled(ARRIVAL_US + now_us, Outcome.COMPLETED, 200, 7, None, None, None)))
         return heard
     left = Refused(ARRIVAL_US + at_us, "queue_timeout", "too long", 503, *figures)

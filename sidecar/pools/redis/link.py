@@ -11,19 +11,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sidecar.pools.base import Clock, PeerReport, StoreError
 from sidecar.pools.calls import HEARTBEAT_US, Call, Reply, WakeUp
-from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.member import LAZY_US
 from sidecar.pools.redis import script
 from sidecar.pools.redis.connection import Connect, StoreConnection, StoreReach, ledger_key
 from sidecar.pools.redis.gossip import Gossip
 from sidecar.pools.redis.script import Library
+
+if TYPE_CHECKING:
+    from sidecar.pools.pool import Pool
 
 BETWEEN_CONNECTIONS_S = 0.5
 SILENT_SUBSCRIPTION_S = 5.0
@@ -34,11 +37,6 @@ RoundTripObserver = Callable[[float], None]
 
 _log = logging.getLogger("sidecar.store")
 _reply, _wake_up = msgspec.msgpack.Decoder(Reply), msgspec.msgpack.Decoder(WakeUp)
-
-
-def old_pools(pool: str) -> Sequence[str]:
-    """The roots of the layouts before the ledger. While a pool there is alive, the ledger grants nothing."""
-    return [f"admission:{layout}:{{{pool}}}" for layout in ("9", "engines-5", "gain-4", "gain-engines-4")]
 
 
 @cache
@@ -70,9 +68,9 @@ class RedisLink:
     ) -> None:
         self.round_trips = 0
         self._connect, self._took, self._reach = connect, took, reach or StoreReach()
-        self._root, self._keys = ledger_key(pool), (ledger_key(pool), *old_pools(pool))
+        self._root = ledger_key(pool)
         self._library, self._clock = library or ledger_library(), clock
-        self._user: LinkUser | None = None
+        self._user: Pool | None = None
         self._who = ""
         self._call: bytes | None = None
         self._is_on_its_way = False
@@ -82,7 +80,7 @@ class RedisLink:
         self._connected_s = 0.0
         self._gossip: Gossip | None = None
 
-    def send(self, call: Call, user: LinkUser) -> None:
+    def send(self, call: Call, user: Pool) -> None:
         """See `Link.send`. A call that is on its way was given up: its answer must not be taken for this one's."""
         self._user, self._who, self._call = user, call.who, msgspec.msgpack.encode(call)
         loop = asyncio.get_running_loop()
@@ -160,7 +158,7 @@ class RedisLink:
         began_s = time.perf_counter()
         try:
             now = () if self._clock is None else (self._clock(),)
-            answer = await connection.ask(self._library, self._keys, (self._call, *now))
+            answer = await connection.ask(self._library, (self._call, *now))
         finally:
             if self._took is not None:
                 self._took(time.perf_counter() - began_s)

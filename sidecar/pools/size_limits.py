@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, PoolRules, largest_admissible, largest_request
-
-
-class SizedAsk(Protocol):
-    """The fields of a `pools.base.Ask` that count."""
-
-    @property
-    def tier(self) -> int:
-        """Its level."""
-
-    @property
-    def charged_tokens(self) -> int:
-        """The tokens that it may use in all."""
-
-    @property
-    def requests(self) -> int:
-        """The requests that it counts for."""
+from sidecar.pools.base import Ask
 
 
 class SizeLimits:
@@ -63,7 +46,7 @@ class SizeLimits:
             for tier, (tokens, requests) in zip(self.policy.tiers, self.largest, strict=True)
         )
 
-    def refuse_what_never_fits(self, ask: SizedAsk) -> None:
+    def refuse_what_never_fits(self, ask: Ask) -> None:
         """Raises RequestTooLarge, with the figures, for a request that could never be admitted."""
         if error := self.too_large(ask):
             raise error
@@ -80,18 +63,18 @@ class SizeLimits:
         """The most (tokens, requests) that a request of a tier may hold when it comes: its size limit."""
         return self._limits[level]
 
-    def too_large(self, ask: SizedAsk) -> RequestTooLarge | None:
+    def too_large(self, ask: Ask) -> RequestTooLarge | None:
         """The refusal of a request that could never be admitted, with the figures; None where it could."""
         return self._exceeds(ask, *self._limits[ask.tier])
 
-    def outgrown(self, ask: SizedAsk) -> RequestTooLarge | None:
+    def outgrown(self, ask: Ask) -> RequestTooLarge | None:
         """The refusal of a waiting request that could never be admitted any more, None where it could.
 
         The size limit and `max_request_tokens` do not count: they are for new requests.
         """
         return self._exceeds(ask, *self._admissible[ask.tier])
 
-    def _exceeds(self, ask: SizedAsk, tokens: int, requests: int) -> RequestTooLarge | None:
+    def _exceeds(self, ask: Ask, tokens: int, requests: int) -> RequestTooLarge | None:
         tier = self.policy.tiers[ask.tier]
         if (most := ask.charged_tokens) > tokens:
             return RequestTooLarge(
@@ -109,23 +92,18 @@ class SizeLimits:
 
     def reason(self, level: int, allowed: int, *, tokens: bool = True) -> str:
         """The limit by which a tier's requests may hold so much of one dimension, as half a sentence."""
-        tier = self.rules.tiers[level]
-        limit, reserve, pool = (
-            (tier.limit_tokens, tier.reserve_tokens, self.rules.tokens)
-            if tokens
-            else (tier.limit_requests, tier.reserve_requests, self.rules.requests)
-        )
+        tier, d = self.rules.tiers[level], int(not tokens)
         if tokens and allowed == self.policy.tiers[level].max_request_tokens:
             return "its max_request_tokens"
-        if tier.limited and allowed == limit:
+        if tier.limited and allowed == tier.limit[d]:
             return "the tier's limit"
-        if allowed == pool:
+        if allowed == self.rules.capacity[d]:
             return "the whole pool"
-        if allowed == self._engine[0 if tokens else 1]:
+        if allowed == self._engine[d]:
             return "the largest engine"
-        if allowed == self._admissible[level][0 if tokens else 1]:
+        if allowed == self._admissible[level][d]:
             return "the pool less what more important tiers keep free"
-        return "the tier's reserve" if allowed == reserve else "the pool less what the other tiers reserve"
+        return "the tier's reserve" if allowed == tier.reserve[d] else "the pool less what the other tiers reserve"
 
     def places(self, level: int) -> int | None:
         """The most requests that may wait in a tier's queue; None where it is unbounded."""
