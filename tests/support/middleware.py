@@ -277,7 +277,10 @@ async def answer(send: Any, body: bytes, status: int = 200) -> None:
 
 
 class TestedMiddleware(AdmissionController):
-    """A controller that is its own ASGI app, for tests that need nothing of what `AdmissionMiddleware` adds."""
+    """A controller that is its own ASGI app, for tests that need nothing of what `AdmissionMiddleware` adds.
+
+    Its engine's dialect is the policy's, and nothing is learned yet, where a test names no other.
+    """
 
     __test__ = False
 
@@ -290,7 +293,8 @@ class TestedMiddleware(AdmissionController):
         observed: Callable[[Observed], None] | None = None,
         **services: Any,
     ) -> None:
-        super().__init__(Services(app=app, monitor=lambda _: Unmonitored(observer, observed), **services), policy)
+        named = {"dialect": policy.engine(policy.carrier), "estimator": Estimator(), **services}
+        super().__init__(Services(app=app, monitor=lambda _: Unmonitored(observer, observed), **named), policy)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await serve_scope(self, self.app, scope, receive, send)
@@ -323,11 +327,9 @@ class Guarded:
     def __init__(self, app: Any, policy: Policy) -> None:
         self.recorder = Recorder()
         self.pool = Pool(policy)
-        dialect = policy.engine(policy.carrier)
         self.sidecar = TestedMiddleware(
-            app, policy=policy, pool=self.pool, dialect=dialect, estimator=Estimator(), observer=self.recorder,
-            is_proxied=isinstance(app, EngineProxy),
-        )  # fmt: skip
+            app, policy=policy, pool=self.pool, observer=self.recorder, is_proxied=isinstance(app, EngineProxy)
+        )
         self.served: Served | None = None
 
     @property
