@@ -12,8 +12,9 @@ import pytest
 from sidecar.pools import Pool
 from sidecar.pools.redis.link import old_pools
 from tests.pools.harness import ask, simple
-from tests.pools.load import replica, replicas, until
+from tests.pools.load import replica, replicas
 from tests.support.redis_servers import RedisServer
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 OLD = old_pools("faults")
