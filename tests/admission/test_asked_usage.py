@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sidecar.admission.client import LARGEST_USAGE, UsageHider
 from sidecar.events import Settled
@@ -185,16 +183,6 @@ def test_the_client_sees_what_it_would_have_seen_wherever_the_stream_is_cut(aske
         assert Shown((bytes([byte]) for byte in asked), by_chunks=by_chunks).body == seen
         for cut in range(0, len(asked), 3):
             assert Shown((asked[:cut], asked[cut:]), by_chunks=by_chunks).body == seen, cut
-
-
-@given(st.sampled_from(STREAMS), st.lists(st.integers(0, 3000), max_size=8), st.booleans())
-def test_however_it_is_cut_the_client_sees_the_same(
-    stream: tuple[bytes, bytes], cuts: list[int], by_chunks: bool
-) -> None:
-    asked, seen = stream
-    places = [0, *sorted(min(cut, len(asked)) for cut in cuts), len(asked)]
-    pieces = [asked[start:end] for start, end in zip(places, places[1:], strict=False)]  # noqa: RUF007
-    assert Shown(pieces, by_chunks=by_chunks).body == seen
 
 
 @each("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +81,7 @@ async def standing(where: str, more: str = HOLD, **settings: Any) -> AsyncIterat
             await apps[where].close()
 
 
+STREAM = {"stream": True}
 EVERYWHERE = pytest.mark.parametrize("where", ["proxied", "mounted", "below"])
 
 
@@ -206,23 +207,15 @@ async def test_one_that_is_canceled_gives_its_lease_back(where: str) -> None:
         assert stand.settled().outcome is Outcome.CLIENT_LEFT
 
 
-@EVERYWHERE
-async def test_one_that_takes_too_long_is_canceled_at_the_engine(where: str) -> None:
+@pytest.mark.parametrize(("where", "more"), [("proxied", {}), ("mounted", {}), ("below", {}), ("proxied", STREAM)])
+async def test_one_that_takes_too_long_is_canceled_at_the_engine(where: str, more: dict[str, bool]) -> None:
     async with standing(where) as stand:
         stand.guarded.sidecar.background.limits = FollowLimits(most_s=0.3, every_s=(0.01, 0.02))
-        await stand.guarded.ask(asks(max_output_tokens=50_000), path=RESPONSES)
+        stand.guarded.sidecar.watchdog.interval_s = 0.05
+        await stand.guarded.ask(asks(max_output_tokens=50_000, **more), path=RESPONSES)
         await stand.guarded.until(leases=0, stories=1)
         assert stand.emulator.engine.running == 0
         assert stand.settled().error == "background_timeout"
-
-
-async def test_a_stream_that_takes_too_long_is_canceled_too() -> None:
-    async with standing("proxied") as stand:
-        stand.guarded.sidecar.background.limits = FollowLimits(most_s=0.3, every_s=(0.01, 0.02))
-        stand.guarded.sidecar.watchdog.interval_s = 0.05
-        await stand.guarded.ask(asks(stream=True, max_output_tokens=50_000), path=RESPONSES)
-        await stand.guarded.until(leases=0, stories=1)
-        assert stand.emulator.engine.running == 0
 
 
 @EVERYWHERE
@@ -258,39 +251,49 @@ async def test_it_is_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "Preempted" not in guarded.recorder.stories[0].kinds
 
 
-async def test_a_client_that_leaves_before_the_answer_does_not_hide_the_id() -> None:
-    is_told, has_ended = asyncio.Event(), asyncio.Event()
+QUEUED = b'{"id":"resp_1","status":"queued","usage":null}'
+
+
+@asynccontextmanager
+async def told(says: Callable[[bool], Awaitable[tuple[int, bytes]]], more: str = HOLD) -> AsyncIterator[Any]:
+    """An engine that answers as the test says, when it gets a response and when it is asked for it; and a proxy."""
 
     async def script(connection: Connection) -> None:
         while True:
-            request = await connection.request()
-            if not request.head.startswith(b"GET"):
-                await is_told.wait()
-            ended = b'{"id":"resp_1","status":"completed","usage":{"input_tokens":3,"output_tokens":5}}'
-            text = ended if has_ended.is_set() else QUEUED
-            await connection.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
+            status, text = await says((await connection.request()).head.startswith(b"GET"))
+            await connection.send(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%s" % (status, len(text), text))
 
     async with raw_engine(script) as engine:
         proxy = ReverseProxy(engine.url)
-        async with guarding(proxy, policy(HOLD)) as guarded:
+        async with guarding(proxy, policy(more)) as guarded:
             guarded.sidecar.background.limits = FAST
-            async with connected(guarded.port) as (_, writer):
-                writer.write(post(RESPONSES, json.dumps(asks()).encode()))
-                await until(lambda: len(engine.requests) == 1)
-            await asyncio.sleep(0.1)
-            is_told.set()
-            await until(lambda: len(engine.requests) >= 4)
-            assert guarded.leases == 1
-            has_ended.set()
-            await guarded.until(leases=0, stories=1)
-            assert guarded.recorder.stories[0].one(Settled).tokens_used == 8
+            yield engine, guarded
         await proxy.close()
 
 
+async def test_a_client_that_leaves_before_the_answer_does_not_hide_the_id() -> None:
+    is_told, has_ended = asyncio.Event(), asyncio.Event()
+
+    async def says(is_asked: bool) -> tuple[int, bytes]:
+        if not is_asked:
+            await is_told.wait()
+        ended = b'{"id":"resp_1","status":"completed","usage":{"input_tokens":3,"output_tokens":5}}'
+        return 200, ended if has_ended.is_set() else QUEUED
+
+    async with told(says) as (engine, guarded):
+        async with connected(guarded.port) as (_, writer):
+            writer.write(post(RESPONSES, json.dumps(asks()).encode()))
+            await until(lambda: len(engine.requests) == 1)
+        await asyncio.sleep(0.1)
+        is_told.set()
+        await until(lambda: len(engine.requests) >= 4)
+        assert guarded.leases == 1
+        has_ended.set()
+        await guarded.until(leases=0, stories=1)
+        assert guarded.recorder.stories[0].one(Settled).tokens_used == 8
+
+
 # The engine is away, or knows nothing of it
-
-
-QUEUED = b'{"id":"resp_1","status":"queued","usage":null}'
 
 
 @pytest.mark.parametrize(
@@ -303,37 +306,22 @@ QUEUED = b'{"id":"resp_1","status":"queued","usage":null}'
     ],
 )
 async def test_whatever_the_engine_says_of_it_the_lease_ends(status: int, body: bytes, error: str) -> None:
-    async def script(connection: Connection) -> None:
-        while True:
-            request = await connection.request()
-            is_asked = request.head.startswith(b"GET")
-            code, text = (status, body) if is_asked else (200, QUEUED)
-            await connection.send(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%s" % (code, len(text), text))
+    async def says(is_asked: bool) -> tuple[int, bytes]:
+        return (status, body) if is_asked else (200, QUEUED)
 
-    async with raw_engine(script) as engine:
-        proxy = ReverseProxy(engine.url)
-        async with guarding(proxy, policy(HOLD)) as guarded:
-            guarded.sidecar.background.limits = FAST
-            await guarded.ask(asks(), path=RESPONSES)
-            await guarded.until(leases=0, stories=1)
-            assert guarded.recorder.stories[0].one(Settled).error == error
-        await proxy.close()
+    async with told(says) as (_, guarded):
+        await guarded.ask(asks(), path=RESPONSES)
+        await guarded.until(leases=0, stories=1)
+        assert guarded.recorder.stories[0].one(Settled).error == error
 
 
 async def test_the_key_that_reached_the_engine_asks_for_the_response() -> None:
-    async def script(connection: Connection) -> None:
-        while True:
-            request = await connection.request()
-            text = b'{"status":"completed"}' if request.head.startswith(b"GET") else QUEUED
-            await connection.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
+    async def says(is_asked: bool) -> tuple[int, bytes]:
+        return 200, b'{"status":"completed"}' if is_asked else QUEUED
 
-    async with raw_engine(script) as engine:
-        proxy = ReverseProxy(engine.url)
-        async with guarding(proxy, policy(HOLD + "forward_key: true\n")) as guarded:
-            guarded.sidecar.background.limits = FAST
-            await guarded.ask(asks(), "authorization: Bearer sk-acme", "accept-encoding: gzip", path=RESPONSES)
-            await guarded.until(leases=0, stories=1)
-        await proxy.close()
+    async with told(says, HOLD + "forward_key: true\n") as (engine, guarded):
+        await guarded.ask(asks(), "authorization: Bearer sk-acme", "accept-encoding: gzip", path=RESPONSES)
+        await guarded.until(leases=0, stories=1)
     made, asked = engine.requests
     assert asked.head.startswith(b"GET /v1/responses/resp_1 HTTP/1.1")
     assert asked.all(b"authorization") == [b"Bearer sk-acme"]

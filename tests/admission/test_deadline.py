@@ -27,7 +27,6 @@ from sidecar.events import Risen
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.steps import steps
 from sidecar.leases.lease_request import LeaseRequest
-from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.pools.pool_figures import RECENT_US
@@ -386,7 +385,7 @@ async def test_everything_that_listens_says_that_it_rose_and_no_figure_of_a_tier
     listeners = [journal, measuring.requests(), RequestLog(logger, access=AccessLog.ALL)]
     pool = Pool(DEFERRED, virtual_now_us)
     sidecar = TestedMiddleware(
-        Engine(), policy=DEFERRED, pool=pool, dialect=DEFERRED.engine(None), estimator=Estimator(),
+        Engine(), policy=DEFERRED, pool=pool,
         observer=EventDispatcher(tracer, listeners),
     )  # fmt: skip
     holder, other = Caller(sidecar, SMALL).begin(), Caller(sidecar, SMALL).begin()
@@ -491,25 +490,6 @@ async def test_an_openai_client_that_is_deferred_gets_its_answer_whole_or_stream
                 _ = [event async for event in answer.parse()]
             else:
                 assert answer.parse().choices[0].message.content == "hello"
-
-
-@pytest.mark.long
-async def test_an_anthropic_client_defers_alike(anthropic: ModuleType) -> None:
-    app = App(is_held=True)
-    async with guarding(app, policy(**KEYS)) as guarded:
-        holder = asyncio.ensure_future(guarded.ask())
-        await guarded.until(leases=1)
-        async with anthropic.AsyncAnthropic(
-            base_url=f"http://127.0.0.1:{guarded.port}", api_key="sk-nightly"
-        ) as client:
-            with pytest.raises(anthropic.APIStatusError) as late:
-                await client.messages.create(
-                    model="m", messages=MESSAGES, max_tokens=5, extra_headers={"x-admission-deadline": "100ms"}
-                )
-        assert (late.value.status_code, late.value.body["error"]["code"]) == (504, "deadline")  # type: ignore[index]
-        app.release()
-        await holder
-    assert guarded.recorder.ends == ["completed", "deadline"]
 
 
 async def test_a_header_that_says_two_things_or_a_tier_that_takes_none_is_a_400() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from sidecar.admission.guard_watch import GuardWatch
-from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.compiler import load
 from sidecar.pools import Pool
 from sidecar.pools.guards import GuardFigures
@@ -72,8 +71,7 @@ def test_an_slo_that_the_engine_cannot_keep_is_in_the_log_and_among_the_notices(
 
     async def misses() -> None:
         pool, app = Pool(policy, virtual_now_us), App(is_held=True)
-        dialect = policy.engine(policy.carrier)
-        sidecar = TestedMiddleware(app, policy=policy, pool=pool, dialect=dialect, estimator=Estimator())
+        sidecar = TestedMiddleware(app, policy=policy, pool=pool)
         caller = asyncio.create_task(Caller(sidecar, SMALL).run())
         for _ in range(10):
             for number in range(12):

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from sidecar.events import Admitted, Outcome, Preempted, Settled
 from sidecar.policy.model import Policy
-from tests.support.middleware import CHAT, App, Guarded, answer, chat, chunk, guarding, policy, start, whole_body
+from tests.support.middleware import CHAT, App, Guarded, answer, chat, chunk, guarding, start, whole_body
 from tests.support.waiting import until
 from tests.support.wire import connected, post
 
@@ -318,10 +318,6 @@ async def test_a_stream_that_is_preempted_hears_comments_while_it_waits_again(tm
         await critical
     assert b"data: 1\n\n" in rest
     assert rest.count(b"HTTP/1.1") == 0
-
-
-def test_the_default_policy_preempts_no_one() -> None:
-    assert not any(tier.preemptible for tier in policy().rules.tiers)
 
 
 class SlowToStop(Engine):

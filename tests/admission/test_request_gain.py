@@ -12,7 +12,6 @@ from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.events import Outcome, ServiceGain
 from sidecar.gain.token_deadlines import Objective, asked_slo
-from sidecar.lengths.token_estimates import Estimator
 from sidecar.pools import Pool
 from tests.support.middleware import (
     CHAT,
@@ -54,8 +53,6 @@ class Clocked(Guarded):
             app,
             policy=with_policy,
             pool=self.pool,
-            dialect=with_policy.engine(with_policy.carrier),
-            estimator=Estimator(),
             observer=self.recorder,
         )
 
@@ -93,20 +90,14 @@ async def streamed(*gaps_s: float, body: bytes = STREAM, **more: Any) -> Clocked
     return guarded
 
 
-async def test_an_answer_in_time_earns_all() -> None:
-    guarded = await streamed(0.9, *[0.09] * 9, usage=10)
-    assert guarded.gain() == ServiceGain(40, 40, "met")
-    assert guarded.counted() == (40, 40, {"met": 1})
-
-
-async def test_a_late_first_token_misses_ttft_and_the_tokens_that_are_in_time_again_count() -> None:
-    guarded = await streamed(1.05, *[0.01] * 9, usage=10)
-    assert guarded.gain() == ServiceGain(36, 40, "ttft")
-
-
-async def test_a_slow_answer_misses_tpot() -> None:
-    guarded = await streamed(0.5, *[0.2] * 9, usage=10)  # the sixth token comes when it is due, at 1.5 s
-    assert guarded.gain() == ServiceGain(20, 40, "tpot")
+@pytest.mark.parametrize(
+    ("first_s", "gap_s", "earned", "outcome"),
+    [(0.9, 0.09, 40, "met"), (1.05, 0.01, 36, "ttft"), (0.5, 0.2, 20, "tpot")],  # its sixth comes when due, at 1.5 s
+)
+async def test_each_token_in_time_earns_its_part(first_s: float, gap_s: float, earned: int, outcome: str) -> None:
+    guarded = await streamed(first_s, *[gap_s] * 9, usage=10)
+    assert guarded.gain() == ServiceGain(earned, 40, outcome)
+    assert guarded.counted() == (earned, 40, {outcome: 1})
 
 
 async def test_events_of_several_tokens_are_counted_as_the_engine_says() -> None:

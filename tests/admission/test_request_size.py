@@ -150,15 +150,6 @@ async def test_a_list_falls_to_a_lower_tier_that_admits_fewer_than_it_has_items(
 CONTINUED = {"input": "Go on", "previous_response_id": "resp_1", "max_output_tokens": 5}
 
 
-async def test_a_prompt_that_cannot_be_sized_is_refused_by_default() -> None:
-    app = App()
-    async with guarding(app, policy()) as guarded:
-        refused = await guarded.ask(CONTINUED, path=RESPONSES)
-        assert refused.is_error(400, "unsized_prompt", "previous_response_id", "unsized: hold")
-        await guarded.nothing_left()
-    assert app.seen == []
-
-
 @pytest.mark.parametrize(("priority", "most"), [("normal", 100_000), ("high", 32_000)])
 async def test_a_prompt_that_cannot_be_sized_holds_the_most_that_its_tier_allows(priority: str, most: int) -> None:
     holding = policy("unsized: hold\n")
@@ -187,4 +178,5 @@ async def test_a_policy_that_replaces_another_bounds_the_next_request() -> None:
         assert (await guarded.ask(CONTINUED, path=RESPONSES)).status == 200
         guarded.sidecar.change_policy(policy("max_choices: 3\n", requests="100"))
         assert (await guarded.ask(chat(n=3))).status == 200
-        assert (await guarded.ask(CONTINUED, path=RESPONSES)).is_error(400, "unsized_prompt")
+        refused = await guarded.ask(CONTINUED, path=RESPONSES)
+        assert refused.is_error(400, "unsized_prompt", "previous_response_id", "unsized: hold")

@@ -12,7 +12,6 @@ from typing import Any
 from sidecar.admission.slo_report import SloReport
 from sidecar.engines.watch import EngineState
 from sidecar.events import Obstacle
-from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
@@ -110,8 +109,6 @@ class World:
             self._engine,
             policy=policy,
             pool=self.pool,
-            dialect=policy.engine(policy.carrier),
-            estimator=Estimator(),
             engine_watch=self.health,
         )
 

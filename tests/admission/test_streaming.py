@@ -12,7 +12,7 @@ import pytest
 
 from sidecar import AdmissionMiddleware
 from sidecar.admission.usage import UsageReader
-from sidecar.events import FirstByte, Outcome, Settled
+from sidecar.events import Outcome, Settled
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server import http_protocol
 from sidecar.server.http_protocol import BoundedHttpProtocol
@@ -150,14 +150,6 @@ async def test_what_a_stream_cost_is_reported(last: bytes, used: int | None, cou
         assert 6 < settled.tokens_used < 40
     else:
         assert settled.tokens_used == used
-
-
-async def test_the_first_byte_is_the_bodys_and_is_reported_once() -> None:
-    guarded = Guarded(streaming(3), policy())
-    await Caller(guarded.sidecar, SMALL).run()
-    story = guarded.recorder.stories[0]
-    assert story.kinds == ["Classified", "Admitted", "FirstByte", "Settled"]
-    assert story.one(FirstByte).status == 200
 
 
 async def test_an_empty_response_has_no_first_byte() -> None:

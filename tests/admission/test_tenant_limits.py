@@ -68,28 +68,6 @@ async def test_a_body_without_usage_is_charged_its_estimate() -> None:
         assert refused.is_error(429, "tenant_limit", "6,000 tokens per minute", "are left")
 
 
-async def test_what_the_bucket_never_holds_is_refused_without_a_time() -> None:
-    async with guarding(App(), limited("tokens_per_minute: 600, burst: 10s")) as sidecar:
-        refused = await sidecar.ask(chat(max_tokens=200), key("acme"))
-        assert refused.is_error(429, "tenant_limit", "lets 100 through at once", "ask for less output")
-        assert refused.headers["x-should-retry"] == "false"
-        assert "retry-after" not in refused.headers
-
-
-async def test_concurrent_requests_count_until_they_end_those_that_wait_too() -> None:
-    app = App(is_held=True)
-    async with guarding(app, limited("concurrent_requests: 2", requests="1")) as sidecar:
-        running = [asyncio.create_task(sidecar.ask(None, key("acme"))) for _ in range(2)]
-        await sidecar.until(leases=1, waiting=1)
-        refused = await sidecar.ask(None, key("acme"))
-        assert refused.is_error(429, "tenant_limit", "2 requests waiting or running")
-        assert int(refused.headers["retry-after-ms"]) >= 1000, "none has ended, so there is no estimate"
-        app.release(2)
-        assert [(await each).status for each in running] == [200, 200]
-        app.release()
-        assert (await sidecar.ask(None, key("acme"))).status == 200
-
-
 # -- downgrade
 
 
@@ -127,14 +105,6 @@ async def test_the_lower_tiers_queue_rules_what_was_downgraded() -> None:
         await asyncio.sleep(0.2)  # normal would have lost its patience by now
         app.release(2)
         assert [(await each).headers["x-admission-tier"] for each in (running, waiting)] == ["normal", "batch"]
-
-
-async def test_what_asks_for_a_lower_tier_anyway_stays_there() -> None:
-    async with guarding(App(), limited("requests_per_minute: 1", DOWNGRADE)) as sidecar:
-        for _ in range(2):
-            answered = await sidecar.ask(chat(priority="batch"), key("acme"))
-            assert answered.headers["x-admission-tier"] == "batch"
-            assert "x-admission-downgraded-from" not in answered.headers
 
 
 # -- output

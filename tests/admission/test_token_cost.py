@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.cost import RequestCost, TokenCost
 from sidecar.pools import Pool
 from sidecar.tenants.tenant_usage import TenantUsage
@@ -79,7 +78,7 @@ class Metered:
         self.kept, self.engine = Kept(), engine
         self.pool = Pool(self.policy, lambda: 1_000_000)
         self.sidecar = TestedMiddleware(
-            engine, policy=self.policy, pool=self.pool, dialect=self.policy.engine(None), estimator=Estimator(),
+            engine, policy=self.policy, pool=self.pool,
             usage=TenantUsage(self.kept, self.policy),
         )  # fmt: skip
 

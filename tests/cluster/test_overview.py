@@ -30,9 +30,9 @@ from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.recent import Recent
 from tests.pools.harness import Clock, ask, simple
-from tests.pools.load import until
 from tests.support.redis_servers import RedisServer
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.telemetry.span_stories import begin
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from sidecar.engines.robust_line import Line
 from sidecar.engines.speed import (
     DEFAULTS,
-    GROUPS,
     STALE_AFTER,
     Coefficients,
     EngineSpeed,
@@ -33,10 +32,6 @@ def served(speed: EngineSpeed, at_us: int, tokens: int, first_us: int, token_us:
     return until.at_us
 
 
-def test_every_group_has_a_tenant_here() -> None:
-    assert len(TENANTS) == GROUPS
-
-
 def test_a_new_engine_has_the_stated_defaults() -> None:
     assert EngineSpeed().coefficients == DEFAULTS == Coefficients(125_000, 250_000, 25_000, 20_000, is_known=False)
     assert EngineSpeeds().typical() == DEFAULTS
@@ -50,22 +45,6 @@ def test_asking_for_an_engine_does_not_remember_it_and_their_number_is_bounded()
         speeds.engine(f"pod-{number}")
     assert len(speeds.engines) == 256
     assert "pod-999" in speeds.engines
-
-
-def test_it_learns_an_engine_that_serves_one_after_the_other() -> None:
-    speed, at_us, draw = EngineSpeed(), 0, random.Random(1)
-    for _ in range(200):
-        tokens = draw.randrange(50, 4000)
-        at_us = served(speed, at_us + 1000, tokens, 30_000 + 40 * tokens, 12_000)
-    found = speed.coefficients
-    assert found.is_known
-    assert found.prefill_ns == pytest.approx(40_000, rel=0.1)
-    assert found.token_us == pytest.approx(12_000, rel=0.05)
-    assert found.output_ns == pytest.approx(12_000_000, rel=0.1)  # one sequence has the engine for itself
-    assert speed.first.error is not None
-    assert speed.first.error < 0.1
-    assert speed.token.error is not None
-    assert speed.token.error < 0.1
 
 
 def test_the_tokens_before_a_request_count_and_not_only_its_own() -> None:

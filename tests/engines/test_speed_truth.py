@@ -18,7 +18,6 @@ import pytest
 from benchmarks.observe import arrivals, request
 from sidecar.engines import ENGINES
 from sidecar.engines.speed import EngineSpeed
-from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy import compiler
 from sidecar.pools import Pool
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
@@ -101,9 +100,6 @@ def played(steps: StepModel, load: str, folder: Path, mode: str) -> tuple[Tested
             Emulator(EmulatorConfig(engine=ENGINES["vllm"], steps=steps)).app,
             policy=policy,
             pool=pool,
-            dialect=policy.engine(policy.carrier),
-            estimator=Estimator(),
-            observer=None,
         )
 
         async def one(planned: Planned) -> Sequence[float]:

@@ -159,20 +159,6 @@ async def test_the_pool_is_the_sum_and_no_engine_gets_more_than_its_own(tmp_path
 
 @pytest.mark.long
 @pytest.mark.usefixtures("store")
-async def test_a_queue_at_one_does_not_keep_others_from_another(tmp_path: Path) -> None:
-    """Many wait for the first engine: one that came later, at the other, enters it at once."""
-    async with pair(tmp_path) as (a, b):
-        asked = a.begin(REQUESTS + 50)
-        await until(lambda: a.counts == (REQUESTS, 50))
-        b.engine.may_end.set()
-        assert (await asyncio.wait_for(b.ask(), 60))[0] == 200
-        assert a.engine.running == REQUESTS
-        a.engine.may_end.set()
-        assert await statuses(asked) == {200}
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("store")
 async def test_of_two_processes_with_one_name_the_later_one_has_it(tmp_path: Path) -> None:
     async with pair(tmp_path) as (first, _):
         incarnation = int(first.rows["a"].id.partition("#")[2])

@@ -102,16 +102,3 @@ async def test_what_costs_less_of_the_engines_time_goes_first_on_any_engine(tmp_
         )
         found = await held.serve(waiting)
         assert found == ["short", "short too", "long", "long too", "bulk"]
-
-
-async def test_an_engine_that_breaks_loses_no_request_and_no_order(tmp_path: Path) -> None:
-    held = Held()
-    async with rude(held.act(), held.act()) as engines, routed(by_gain(tmp_path, engines)) as sidecar:
-        running = [sidecar.begin(headers=named("running")) for _ in range(2)]
-        await until(lambda: len(held.came) == 2)
-        waiting = await in_queue(sidecar, named("long"), named("short"))
-        await engines[0].crash()
-        found = await held.serve([*waiting, running[0]])
-        assert sorted(found) == ["long", "running", "short"]  # the one that the broken engine had, once more
-        assert found.index("short") < found.index("long")
-        assert {reply.status for reply in await asyncio.gather(*running)} == {200}

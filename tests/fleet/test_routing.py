@@ -23,7 +23,6 @@ from tests.fleet.routed import (
     reset_after_head,
     routed,
     rude,
-    sequence,
     silent,
     silent_after_head,
     static,
@@ -247,23 +246,6 @@ class _App:
             self.order.append(json.loads(message["body"])["messages"][0]["content"])
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
-
-
-async def test_without_an_engine_for_max_wait_the_answer_is_a_503_no_engine(tmp_path: Path) -> None:
-    port = free_ports(2)
-    addresses = static(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}")
-    async with routed(write_policy(tmp_path / "policy.yaml", addresses, max_wait="300ms")) as sidecar:
-        found = await sidecar.ask()
-        assert (found.status, found.code) == (503, "no_engine")
-        assert 1 <= int(found.headers["retry-after"]) <= 72
-        assert b"127.0.0.1" not in found.body
-
-
-async def test_engines_that_refuse_in_turn_until_one_has_room(tmp_path: Path) -> None:
-    async with fleet_before(tmp_path, sequence(refusing(times=1)), refusing(429, times=2)) as (sidecar, _a, _b):
-        found = await sidecar.ask()
-        assert found.status == 200
-        assert sidecar.replays in ({"full": 2}, {"full": 3})
 
 
 async def test_a_request_that_every_engine_refuses_again_and_again_gets_the_refusal(tmp_path: Path) -> None:

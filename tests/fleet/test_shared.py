@@ -12,7 +12,6 @@ import pytest
 from sidecar.engines.view import EngineDocument
 from sidecar.policy.store import STORE_VARIABLE
 from tests.fleet.routed import Routed, engines_of, ok, routed, rude, static, write_policy
-from tests.support.engine import Connection, Received
 from tests.support.ports import free_ports
 from tests.support.shared_pools import begun_store
 from tests.support.waiting import until
@@ -52,31 +51,6 @@ async def served_by(sidecar: Routed, count: int) -> set[str | None]:
     found = await asyncio.gather(*(sidecar.ask() for _ in range(count)))
     assert {reply.status for reply in found} == {200}
     return {reply.engine for reply in found}
-
-
-class Counting:
-    """An engine that counts the requests that it runs at once."""
-
-    running = most = 0
-
-    async def act(self, connection: Connection, request: Received) -> None:
-        self.running += 1
-        self.most = max(self.most, self.running)
-        await asyncio.sleep(0.02)
-        self.running -= 1
-        await ok(connection, request)
-
-
-async def test_no_engine_gets_more_than_it_can_and_all_get_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = [Counting() for _ in range(3)]
-    async with rude(*(engine.act for engine in counts)) as engines:
-        urls = engines_of(engines)
-        async with sharing(tmp_path, monkeypatch, urls, urls, known=3) as sidecars:
-            found = await asyncio.gather(*(served_by(sidecar, 30) for sidecar in sidecars))
-            assert set.union(*found) == {"a", "b", "c"}
-            assert max(engine.most for engine in counts) <= REQUESTS
 
 
 async def test_a_drain_at_one_is_the_others_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,8 @@ import pytest
 
 from sidecar.errors import Draining
 from sidecar.leases import Admission, HeldLease, LeasePreempted
-from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
-from tests.admission.test_broken_off_anywhere import POLICY, stepped
-from tests.support.anywhere import World, all_pass, at_every_await, is_canceled, observes
+from tests.support.anywhere import World, all_pass, at_every_await, is_canceled, observes, rules, stepped
 
 WAITS_S: dict[str, list[float]] = {
     "block": [0],
@@ -26,13 +24,6 @@ WAITS_S: dict[str, list[float]] = {
     "run, waits, preempted": [1, 3],
 }
 """The plans, and the waits of each before the attempts at its work."""
-
-
-@pytest.fixture
-def policy(tmp_path: Path) -> Policy:
-    file = tmp_path / "policy.yaml"
-    file.write_text(POLICY)
-    return load(file)
 
 
 async def nothing(scope: object, receive: object, send: object) -> None:
@@ -80,8 +71,9 @@ def drains(world: World) -> None:
 @pytest.mark.parametrize("plan", WAITS_S)
 @pytest.mark.parametrize("happens", [is_canceled, drains, all_pass, observes])
 def test_whatever_happens_at_any_await_it_is_given_back(
-    plan: str, happens: Callable[[World], None], policy: Policy
+    plan: str, happens: Callable[[World], None], tmp_path: Path
 ) -> None:
+    policy = rules(tmp_path)
     for world in at_every_await(lambda: Leasing(plan, policy), happens):
         if world.at < 0:
             assert world.waits_s == pytest.approx(WAITS_S[plan])

@@ -18,15 +18,16 @@ from tests.ledger.stored_ledger import Both, StoredLedger
 
 pytestmark = pytest.mark.hasty  # the time is the test's: replicas are as patient as they are
 SECOND = 1_000_000
-RULES = calls.LedgerRules(
-    [
-        calls.LedgerTierRules("chat", 0, PPM, PPM, False, False, None, 970_000),
-        calls.LedgerTierRules("batch", 0, PPM, PPM, False, False, None),
-    ],
-    None, 0, 0, 200, False, PPM,
-)  # fmt: skip
-UNGUARDED = calls.LedgerRules(list(RULES.tiers), None, 0, 0, 200, False, PPM)
-UNGUARDED.tiers[0] = calls.LedgerTierRules("chat", 0, PPM, PPM, False, False, None)
+
+
+def rules(held: int, other: str = "batch", other_held: int = 0) -> calls.LedgerRules:
+    """A tier that is held to so much of its SLO, in millionths, before another one."""
+    named = (("chat", held), (other, other_held))
+    tiers = [calls.LedgerTierRules(name, 0, PPM, PPM, False, False, None, hold) for name, hold in named]
+    return calls.LedgerRules(tiers, None, 0, 0, 200, False, PPM)
+
+
+RULES, UNGUARDED = rules(970_000), rules(0)
 ENGINES = [calls.EngineView("e#1", 100, 100, 1000, 1000, is_reachable=True)]
 
 
@@ -143,112 +144,15 @@ def test_a_tier_that_is_guarded_no_more_bounds_nobody(talk: Talk) -> None:
     assert guard(closed) == calls.GuardHeld(PPM // 10)
 
 
-class Run:
-    """A replica of a pool, second by second; from `lost` on nobody answers it."""
-
-    def __init__(self, rules: calls.LedgerRules = RULES, *, divides: bool = True) -> None:
-        self.store, self.now, self.is_lost = Ledger(), 0, False
-        self.member = Member("a", rules, divides=divides)
-        self.member.view(ENGINES, 0)
-        self.entered: list[str] = []
-
-    def run(self, seconds: float) -> None:
-        end = self.now + round(seconds * SECOND)
-        while self.now < end:
-            self.now += SECOND // 10
-            for _ in range(20):
-                call = self.member.poll(self.now)
-                self.entered += [it.lease.ticket.id for it in self.member.take_events() if isinstance(it, Entered)]
-                if call is None:
-                    break
-                if not self.is_lost:
-                    self.member.answered(self.store.execute(call, self.now)[0], self.now)
-            else:
-                raise AssertionError("it calls again and again")
-
-    def submit(self, name: str, tokens: int) -> None:
-        self.member.submit(Ticket(name, 1, "", tokens, number=self.now), self.now)
-
-    def see(self, met: int, missed: int) -> None:
-        for n in range(met + missed):
-            self.member.note_slo(0, f"t{n}", is_missed=n < missed, now_us=self.now)
-
-    @property
-    def share(self) -> float:
-        return self.member.guards(self.now)[0].share
-
-
-def test_without_its_store_a_replica_goes_on_with_the_last_share_and_with_what_it_sees_itself() -> None:
-    run = Run()
-    run.run(4)
-    run.submit("first", 4)
-    run.submit("second", 3)
-    run.submit("third", 90)
-    for _ in range(12):
-        run.see(met=5, missed=0)
-        run.run(2)
-    assert run.entered == ["first", "second"]
-    assert (share := run.share) > 0.15
-    run.is_lost = True
-    run.run(8)
-    assert run.member.mode is MemberMode.ALONE
-    assert share <= run.share < share * 1.02  # while nobody asks, it grows slowly
-    for _ in range(20):
-        run.see(met=5, missed=0)
-        run.run(2)
-    assert run.share > share
-    grown = run.share
-    run.see(met=0, missed=20)
-    run.run(5)
-    assert run.share < grown
-    run.is_lost = False
-    run.run(5)
-    assert run.member.mode is MemberMode.SHARED
-    assert share <= run.share < share * 1.05  # that of the store, whatever it found alone
-
-
-def test_a_replica_whose_policy_guards_another_tier_does_not_decide_for_those_that_are_guarded() -> None:
-    others = calls.LedgerRules(
-        [
-            calls.LedgerTierRules("chat", 0, PPM, PPM, False, False, None),
-            calls.LedgerTierRules("batch", 0, PPM, PPM, False, False, None, 900_000),
-        ],
-        None, 0, 0, 200, False, PPM,
-    )  # fmt: skip
-    run = Run(others)
-    run.member._replaces = False
-    Talk(run.store).state("b")
-    run.run(10)  # and it does not call again and again
-    run.see(met=0, missed=20)
-    run.run(5)
-    assert run.store.state is not None
-    assert run.store.state.scheduler.guards.tiers[0].decided_us == 0
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"guards": [GuardDecided("chat", -1, 1, 0, 0, [])]},
-        {"guards": [GuardDecided("chat", 0, 0, 0, 0, [])]},
-        {"guards": [GuardDecided("chat", 0, PPM + 1, 0, 0, [])]},
-        {"guards": [GuardDecided("chat", 0, 1, 0, 0, [float("inf")])]},
-        {"seen": [SloSeen("chat", -1, 0, 2)]},
-        {"seen": [SloSeen("chat", 0, 2**60, 2)]},
-    ],
-)
-def test_a_store_takes_no_bad_figures(bad: dict[str, Any], server: Any) -> None:
-    server.flushdb()
-    talk = Talk(StoredLedger(server))
-    talk.state("a")
-    with pytest.raises(Exception, match=r"no call of the ledger: field 2[56]"):
-        talk.say("a", **bad)
-
-
 class Pool:
-    """Replicas of one store in virtual time. What a replica sees is told at once to whoever runs."""
+    """Replicas of one store in virtual time. What a replica sees is told at once to whoever runs.
+
+    While the store `is_lost` it answers nobody. `entered` has the names of what `submit` got in.
+    """
 
     def __init__(self, *names: str, rules: calls.LedgerRules = RULES) -> None:
         self.store, self.now, self.members = Ledger(), 1000 * SECOND, dict[str, Member]()
+        self.is_lost, self.entered = False, list[str]()
         for name in names:
             self.join(name, rules)
 
@@ -267,10 +171,16 @@ class Pool:
 
     def turn(self, member: Member) -> None:
         for _ in range(20):
-            if (call := member.poll(self.now)) is None:
+            call = member.poll(self.now)
+            self.entered += [it.lease.ticket.id for it in member.take_events() if isinstance(it, Entered)]
+            if call is None:
                 return
-            member.answered(self.store.execute(call, self.now)[0], self.now)
+            if not self.is_lost:
+                member.answered(self.store.execute(call, self.now)[0], self.now)
         raise AssertionError("it calls again and again")
+
+    def submit(self, member: str, name: str, tokens: int) -> None:
+        self.members[member].submit(Ticket(name, 1, "", tokens, number=self.now), self.now)
 
     def see(self, name: str, met: int, missed: int) -> None:
         for n in range(met + missed):
@@ -292,6 +202,67 @@ class Pool:
 
     def are_in_vain(self) -> list[bool]:
         return [member.guards(self.now)[0].is_in_vain for member in self.members.values()]
+
+
+def test_without_its_store_a_replica_goes_on_with_the_last_share_and_with_what_it_sees_itself() -> None:
+    pool = Pool("a")
+    pool.run(4)
+    pool.submit("a", "first", 4)
+    pool.submit("a", "second", 3)
+    pool.submit("a", "third", 90)
+    for _ in range(12):
+        pool.see("a", met=5, missed=0)
+        pool.run(2)
+    assert pool.entered == ["first", "second"]
+    assert (share := pool.shares()[0]) > 0.15
+    pool.is_lost = True
+    pool.run(8)
+    assert pool.members["a"].mode is MemberMode.ALONE
+    assert share <= pool.shares()[0] < share * 1.02  # while nobody asks, it grows slowly
+    for _ in range(20):
+        pool.see("a", met=5, missed=0)
+        pool.run(2)
+    assert pool.shares()[0] > share
+    grown = pool.shares()[0]
+    pool.see("a", met=0, missed=20)
+    pool.run(5)
+    assert pool.shares()[0] < grown
+    pool.is_lost = False
+    pool.run(5)
+    assert pool.members["a"].mode is MemberMode.SHARED
+    assert share <= pool.shares()[0] < share * 1.05  # that of the store, whatever it found alone
+
+
+def test_a_replica_whose_policy_guards_another_tier_does_not_decide_for_those_that_are_guarded() -> None:
+    pool = Pool("a", rules=rules(0, other_held=900_000))
+    pool.members["a"]._replaces = False
+    talk = Talk(pool.store)
+    talk.now = pool.now
+    talk.state("b")
+    pool.run(10)  # and it does not call again and again
+    pool.see("a", met=0, missed=20)
+    pool.run(5)
+    assert pool.store.state is not None
+    assert pool.store.state.scheduler.guards.tiers[0].decided_us == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"guards": [GuardDecided("chat", -1, 1, 0, 0, [])]},
+        {"guards": [GuardDecided("chat", 0, 0, 0, 0, [])]},
+        {"guards": [GuardDecided("chat", 0, PPM + 1, 0, 0, [])]},
+        {"guards": [GuardDecided("chat", 0, 1, 0, 0, [float("inf")])]},
+        {"seen": [SloSeen("chat", -1, 0, 2)]},
+        {"seen": [SloSeen("chat", 0, 2**60, 2)]},
+    ],
+)
+def test_a_store_takes_no_bad_figures(bad: dict[str, Any], server: Any) -> None:
+    server.flushdb()
+    talk = Talk(StoredLedger(server))
+    talk.state("a")
+    with pytest.raises(Exception, match=r"no call of the ledger: field 2[56]"):
+        talk.say("a", **bad)
 
 
 def test_one_that_comes_to_an_empty_store_does_not_decide_before_the_others_have_said_what_was_in_force() -> None:
@@ -325,9 +296,7 @@ def test_a_state_of_another_version_or_out_of_bounds_is_begun_anew_from_the_shar
 def test_a_replica_of_other_tiers_decides_nothing() -> None:
     pool = Pool("a", "b")
     pool.run(4)
-    others = calls.LedgerRules([RULES.tiers[0], calls.LedgerTierRules("bulk", 0, PPM, PPM, False, False, None)],
-                               None, 0, 0, 200, False, PPM)  # fmt: skip
-    foreign = pool.join("foreign", others)
+    foreign = pool.join("foreign", rules(970_000, "bulk"))
     pool.run(4)
     assert foreign.is_foreign
     pool.decided(200_000, [])

@@ -11,11 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sidecar.pools import ledger, member
-from sidecar.pools.calls import Cap, EngineView
+from sidecar.pools.calls import Cap, EngineView, LedgerRules
 from sidecar.pools.member_events import MemberMode
 from sidecar.scheduling.tickets import ScheduledLease, Ticket
 from tests.ledger.one_replica import OneReplica
 from tests.ledger.replica import pool_rules
+from tests.ledger.stored_ledger import Both, StoredLedger
 from tests.scheduling import reference
 from tests.scheduling.programs import programs, random_program
 from tests.support.examples import examples
@@ -53,10 +54,6 @@ def _play(judge: reference.Reference, one: OneReplica, step: dict[str, Any], now
         judge.do({**charge, "user": found.user}, now)
     one.do(step, now)
     return True
-
-
-def test_it_gives_the_answers_of_programs() -> None:
-    assert [found for program in programs(range(16)) if (found := first_difference(program, 32))] == []
 
 
 def test_in_the_process_it_gives_the_same_with_four_bids() -> None:
@@ -343,22 +340,30 @@ def test_by_gain_the_best_is_shown_too() -> None:
     assert first_difference(program, 2) is None
 
 
+SECOND = 1_000_000
+RULES = pool_rules([("t0", 0.2)])
+ENGINE = EngineView("e#1", 10, 100, 100, 1_000, True)
+
+
 def _call(store: ledger.Ledger, of: member.Member, now: int) -> None:
     while (asked := of.poll(now)) is not None:
         of.answered(store.execute(asked, now)[0], now)
 
 
+def _joined(store: ledger.Ledger, *names: str, rules: LedgerRules = RULES, **more: Any) -> list[member.Member]:
+    """Replicas that have shared the store for three seconds."""
+    members = [member.Member(name, rules, **more) for name in names]
+    for at in (0, 3 * SECOND):
+        for of in members:
+            of.view([ENGINE], at)
+            _call(store, of, at)
+    return members
+
+
 def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_early() -> None:
     """Three tokens, `min(10 // 2, 0 + (10 - 4) // 2)`. More than the bids of one call are too large for that."""
-    store, second = ledger.Ledger(), 1_000_000
-    rules = pool_rules([("t0", 0.2), ("t1", 0.2)])
-    members = [member.Member(who, rules) for who in ("one", "other")]
-    one, other = members
-
-    for each_one in members:
-        each_one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
-        _call(store, each_one, 0)
-        _call(store, each_one, 3 * second)
+    store, second = ledger.Ledger(), SECOND
+    one, other = _joined(store, "one", "other", rules=pool_rules([("t0", 0.2), ("t1", 0.2)]))
     other.submit(Ticket("big", 0, "", 4), 3 * second)
     _call(store, other, 3 * second)
     _call(store, one, 5 * second)
@@ -389,13 +394,8 @@ def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_ea
 @pytest.mark.parametrize(("shares_engines", "sizes"), [(False, {"e#2": 10}), (True, {"e#2": 5})])
 def test_alone_it_uses_an_engine_that_the_ledger_has_not_heard_of(shares_engines: bool, sizes: dict[str, int]) -> None:
     """It began anew just before the store was lost: nobody holds anything there, so its part of all of it is free."""
-    store, second = ledger.Ledger(), 1_000_000
-    members = [member.Member(who, pool_rules([("t0", 0.2)]), shares_engines=shares_engines) for who in ("one", "other")]
-    for each_one in members:
-        each_one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
-        _call(store, each_one, 0)
-        _call(store, each_one, 3 * second)
-    one, _ = members
+    store, second = ledger.Ledger(), SECOND
+    one, _ = _joined(store, "one", "other", shares_engines=shares_engines)
     _call(store, one, 4 * second)
     one.submit(Ticket("before", 0, "", 10), 4 * second)
     _call(store, one, 4 * second)
@@ -410,9 +410,8 @@ def test_alone_it_uses_an_engine_that_the_ledger_has_not_heard_of(shares_engines
 
 
 def test_a_grant_that_was_published_counts_from_its_moment_by_the_replicas_own_clock() -> None:
-    store, second, ahead = ledger.Ledger(), 1_000_000, 50_000_000
-    rules = pool_rules([("t0", 0.2)])
-    one, other = (member.Member(who, rules) for who in ("one", "other"))
+    store, second, ahead = ledger.Ledger(), SECOND, 50_000_000
+    one, other = (member.Member(who, RULES) for who in ("one", "other"))
     woken = []
 
     def call(of: member.Member, now: int) -> None:
@@ -423,7 +422,7 @@ def test_a_grant_that_was_published_counts_from_its_moment_by_the_replicas_own_c
 
     for at in (0, 3 * second):
         for of in (one, other):
-            of.view([EngineView("e#1", 10, 100, 100, 1_000, True)], at)
+            of.view([ENGINE], at)
             call(of, at)
     other.submit(Ticket("first", 0, "", 10), 3 * second)
     call(other, 3 * second)
@@ -436,15 +435,12 @@ def test_a_grant_that_was_published_counts_from_its_moment_by_the_replicas_own_c
 
 
 def test_what_ended_while_a_call_was_on_its_way_is_free_in_the_figures_of_its_reply() -> None:
-    store, second = ledger.Ledger(), 1_000_000
-    one = member.Member("one", pool_rules([("t0", 0.2)]))
+    store, second = ledger.Ledger(), SECOND
+    (one,) = _joined(store, "one")
 
     def held(now: int) -> int:
         return one.mirror(now).engines["e#1"].held[0]
 
-    one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
-    for at in (0, 3 * second):
-        _call(store, one, at)
     one.submit(Ticket("ends", 0, "", 4), 3 * second)
     _call(store, one, 3 * second)
     assert held(3 * second) == 4
@@ -458,17 +454,13 @@ def test_what_ended_while_a_call_was_on_its_way_is_free_in_the_figures_of_its_re
 
 
 def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None:
-    store, second = ledger.Ledger(), 1_000_000
-    old = member.Member("old", pool_rules([("t0", 0.2)]))
+    store, second = ledger.Ledger(), SECOND
+    (old,) = _joined(store, "old")
     new = member.Member("new", pool_rules([("before", 0.2), ("t0", 0.2)]), takes_over=True)
-
-    for at in (0, 3 * second):
-        old.view([EngineView("e#1", 10, 100, 100, 1_000, True)], at)
-        _call(store, old, at)
     old.submit(Ticket("runs", 0, "", 6), 3 * second)
     _call(store, old, 3 * second)
     _call(store, old, 4 * second)  # it states the lease
-    new.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 4 * second)
+    new.view([ENGINE], 4 * second)
     _call(store, new, 4 * second)
     assert store.state is not None
     scheduler = store.state.scheduler
@@ -478,8 +470,8 @@ def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None
 
 @pytest.mark.parametrize("kind", ["state", "call"])
 def test_rules_that_change_while_a_call_is_on_its_way_are_stated_after_it(kind: str) -> None:
-    store, second, kinds = ledger.Ledger(), 1_000_000, []
-    one = member.Member("one", pool_rules([("t0", 0.2)]))
+    store, second, kinds = ledger.Ledger(), SECOND, []
+    one = member.Member("one", RULES)
     for now in range(0, 5 * second, second):
         while (asked := one.poll(now)) is not None:
             if asked.kind == kind and kind not in kinds:
@@ -492,8 +484,8 @@ def test_rules_that_change_while_a_call_is_on_its_way_are_stated_after_it(kind: 
 
 
 def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
-    store, second, late = ledger.Ledger(), 1_000_000, 10_000_000
-    one = member.Member("one", pool_rules([("t0", 0.2)]))
+    store, second, late = ledger.Ledger(), SECOND, 10_000_000
+    (one,) = _joined(store, "one")
 
     def enters(ticket: str, at: int) -> bool:
         one.submit(Ticket(ticket, 0, "", 1, number=at), at)
@@ -504,9 +496,6 @@ def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
             one.unanswered(at)
         return ticket in one.leases
 
-    one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
-    for at in (0, 3 * second):
-        _call(store, one, at)
     for at in range(5 * second, late, second // 2):
         look(at)
     assert enters("first", late)
@@ -519,16 +508,10 @@ def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
     assert one.mirror(late).line == []
 
 
-def loses_an_answer_with_growth_and_a_turn(store: ledger.Ledger) -> None:
-    """What a lease grew by and its tier owes counts once."""
-    second = 1_000_000
-    members = [member.Member(who, pool_rules([("t0", 0.2)])) for who in ("one", "other")]
-    one, other = members
-
-    for at in (0, 3 * second):
-        for of in members:
-            of.view([EngineView("e#1", 10, 100, 100, 1_000, True)], at)
-            _call(store, of, at)
+def test_what_a_lease_grew_and_owes_counts_once_where_the_answer_was_lost(server: Any) -> None:
+    server.flushdb()
+    store, second = Both(StoredLedger(server)), SECOND
+    one, other = _joined(store, "one", "other")
     one.submit(Ticket("grows", 0, "a", 4), 3 * second)
     one.submit(Ticket("owes", 0, "b", 6), 3 * second)
     _call(store, one, 3 * second)
@@ -548,7 +531,3 @@ def loses_an_answer_with_growth_and_a_turn(store: ledger.Ledger) -> None:
     _call(store, one, 5 * second)
     assert one.mode is MemberMode.SHARED
     assert (tier.queue.finish["a"], tier.owes_until_us) == (charged, owed)
-
-
-def test_what_a_lease_grew_and_owes_counts_once_where_the_answer_was_lost() -> None:
-    loses_an_answer_with_growth_and_a_turn(ledger.Ledger())

@@ -17,7 +17,6 @@ from sidecar.pools import ledger
 from sidecar.pools.calls import LAYOUT, Bid, Call, Cell, EngineView, Reply
 from tests.ledger.player import LedgerPlayer, rules_told
 from tests.ledger.stored_ledger import ROOT, Both, StoredLedger
-from tests.ledger.test_member import loses_an_answer_with_growth_and_a_turn
 from tests.ledger.world import PROFILES, World
 from tests.scheduling.player import first_difference
 from tests.scheduling.programs import programs, scenarios
@@ -55,10 +54,6 @@ def test_a_function_answers_the_same_under_faults(profile: str, store: Any) -> N
 
 def test_a_script_answers_the_same_under_faults(store: Any) -> None:
     play(StoredLedger(store), 2, "all")
-
-
-def test_growth_and_a_turn_are_heard_once_where_the_answer_was_lost(store: Any) -> None:
-    loses_an_answer_with_growth_and_a_turn(Both(StoredLedger(store)))
 
 
 @pytest.mark.soak

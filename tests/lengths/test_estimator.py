@@ -81,24 +81,6 @@ def test_the_median_of_an_even_number_is_the_upper() -> None:
     assert tokens(estimator, "new") == 640
 
 
-def test_a_bucket_that_none_knows_begins_at_the_median_of_the_endpoint() -> None:
-    estimator = LengthEstimator()
-    for number in range(FEWEST_TENANTS):
-        teach(estimator, f"t{number}", 320, key=CHAT)
-        teach(estimator, f"t{number}", 64, key=OTHER)
-    assert estimator.estimate("new", TOOLS, 0.9) == Estimate(320, EstimateSource.TENANTS, 3 * ENOUGH, 0.9)
-    assert tokens(estimator, "new", OTHER._replace(model="another")) == 64
-    assert tokens(estimator, "new", CHAT._replace(endpoint="/v1/messages")) is None
-
-
-def test_what_a_tenant_learned_itself_counts_before_all_others() -> None:
-    estimator = LengthEstimator()
-    for number in range(5):
-        teach(estimator, f"t{number}", 1600)
-    teach(estimator, "acme", 100)
-    assert estimator.estimate("acme", CHAT, 0.9) == Estimate(111, EstimateSource.OWN, ENOUGH, 0.9)
-
-
 def test_a_stream_that_outlives_all_it_is_known_by_holds_its_most() -> None:
     estimator = LengthEstimator()
     for number in range(FEWEST_TENANTS):
@@ -115,13 +97,6 @@ def test_a_tenant_whose_answers_are_all_cut_short_is_not_sized_by_others() -> No
     assert tokens(estimator, "acme") == 112
     teach(estimator, "acme", 500, cut=True)
     assert tokens(estimator, "acme") is None
-
-
-def test_max_tokens_of_one_always_teaches_nothing() -> None:
-    estimator = LengthEstimator()
-    for tenant in ("a", "b", "c", "d"):
-        teach(estimator, tenant, 1, cut=True, times=500)
-    assert [tokens(estimator, tenant) for tenant in ("a", "d", "new")] == [None, None, None]
 
 
 def test_a_tenant_whose_samples_do_not_say_votes_for_much() -> None:
@@ -214,24 +189,6 @@ def test_a_flood_of_one_tenant_moves_neither_another_nor_the_newcomers(lengths: 
         assert [tokens(estimator, f"t{number}") for number in range(4)] == [319, 319, 319, 479]
         assert 320 <= (tokens(estimator, "new") or 0) <= 480
         assert 320 <= (tokens(estimator, "new", TOOLS) or 0) <= 480
-
-
-def test_a_millions_weight_is_one_vote() -> None:
-    """The histogram after a million answers is that after any number beyond its memory: 100,000 show it."""
-    estimator = LengthEstimator()
-    for number in range(2):
-        teach(estimator, f"t{number}", 640)
-    for _ in range(100_000):
-        estimator.learn("hostile", CHAT, 1, is_censored=False)
-    assert tokens(estimator, "hostile") == 15
-    assert tokens(estimator, "new") == 640
-
-
-def test_two_tenants_size_no_third() -> None:
-    estimator = LengthEstimator()
-    for number in range(FEWEST_TENANTS - 1):
-        teach(estimator, f"t{number}", 10, times=1000)
-    assert tokens(estimator, "new") is None
 
 
 def test_endless_models_and_buckets_evict_their_own_tenants_keys_alone() -> None:

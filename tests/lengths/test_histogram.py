@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 
 import pytest
@@ -69,20 +68,6 @@ def test_answers_that_are_spread_evenly_give_a_quantile_to_the_token() -> None:
         assert 0 <= length - exact <= 1
 
 
-@given(SAMPLES, QUANTILES, LENGTHS)
-def test_a_quantile_is_longer_than_what_is_there_and_rises_with_the_share(
-    samples: list[Sample], q: float, beyond: int
-) -> None:
-    histogram = learned(samples)
-    found = histogram.quantile(q, beyond)
-    if found is None:
-        assert histogram.quantile(0.999, beyond) is None
-    else:
-        assert found > beyond
-        higher = histogram.quantile(0.999, beyond)
-        assert higher is None or higher >= found
-
-
 @given(st.lists(st.tuples(st.builds(Sample, LENGTHS, st.booleans()), st.booleans()), max_size=100), QUANTILES)
 def test_an_answer_in_between_is_that_of_the_last_samples_but_a_few(steps: list[tuple[Sample, bool]], q: float) -> None:
     histogram, samples = LengthHistogram(), []
@@ -109,37 +94,6 @@ def test_a_share_that_is_met_exactly_is_met() -> None:
 
 def test_nothing_is_said_of_nothing() -> None:
     assert LengthHistogram().quantile(0.9) is None
-
-
-def test_nothing_is_said_beyond_the_longest() -> None:
-    histogram = learned([Sample(100, False)] * 99 + [Sample(500, False)])
-    assert histogram.quantile(0.9) == 112
-    assert histogram.quantile(0.9, 112) == 512
-    assert histogram.quantile(0.9, 511) == 512
-    assert histogram.quantile(0.9, 512) is None
-
-
-@pytest.mark.parametrize("length", [0, 1, 300, LONGEST])
-def test_censored_samples_alone_say_nothing(length: int) -> None:
-    histogram = learned([Sample(length, True)] * 1000)
-    assert histogram.quantile(0.5) is None
-    assert (histogram.samples, histogram.censored) == (0, 1000)
-
-
-def test_answers_cut_short_do_not_shorten_the_estimate() -> None:
-    """Half of the answers are cut at a random length: their true quantile comes out, not that of what was seen."""
-    rng = random.Random(7)
-    true, cut, naive = LengthHistogram(10**6), LengthHistogram(10**6), LengthHistogram(10**6)
-    for _ in range(20_000):
-        length, limit = round(rng.expovariate(1 / 400)), round(rng.expovariate(1 / 400))
-        true.add(length, is_censored=False)
-        cut.add(min(length, limit), is_censored=limit < length)
-        naive.add(min(length, limit), is_censored=False)
-    expected, shortened = true.quantile(0.9), naive.quantile(0.9)
-    assert expected is not None
-    assert shortened is not None
-    assert cut.quantile(0.9) == pytest.approx(expected, rel=0.1)
-    assert shortened < 0.6 * expected
 
 
 def test_the_old_lengths_are_forgotten_by_half_in_each_half_life() -> None:
@@ -185,10 +139,3 @@ def test_memory_is_bounded_whatever_is_added() -> None:
     complete, censored = histogram._complete, histogram._censored
     assert len(complete) == len(censored) == len(EDGES) == 896
     assert sys.getsizeof(complete) + sys.getsizeof(censored) < 20_000
-
-
-def test_alternating_tiny_and_huge_answers_say_huge() -> None:
-    histogram = learned([Sample(length, False) for _ in range(2000) for length in (1, 100_000)])
-    assert histogram.quantile(0.9) == literal.edge_above(100_000)
-    assert histogram.quantile(0.4) == 16
-    assert histogram.quantile(0.1, 16) == literal.edge_above(100_000)

@@ -135,29 +135,6 @@ def ratio_of(estimator: Estimator, tenant: str, bytes_a_token: int, *, model: st
         estimator.learn(completion("a" * 400, model=model), tenant, 400 // bytes_a_token)
 
 
-def test_a_newcomer_begins_at_the_lower_median_of_three_tenants_or_more() -> None:
-    estimator = Estimator()
-    for number, bytes_a_token in enumerate((5, 2, 8, 10)):
-        assert number >= FEWEST_TENANTS or estimator.bytes_per_token("new", "m") == BYTES_PER_TOKEN
-        ratio_of(estimator, f"t{number}", bytes_a_token)
-        median = sorted((5, 2, 8, 10)[: number + 1])[number // 2]
-        assert number + 1 < FEWEST_TENANTS or estimator.bytes_per_token("new", "m") == pytest.approx(median, abs=0.01)
-    assert estimator.bytes_per_token("new", "other") == BYTES_PER_TOKEN
-    assert estimator.bytes_per_token("t1", "m") == pytest.approx(2, abs=0.01)
-
-
-@pytest.mark.parametrize("bytes_a_token", [1, 16])
-def test_one_tenant_cannot_move_where_newcomers_begin_out_of_the_others_range(bytes_a_token: int) -> None:
-    estimator = Estimator()
-    for number, honest in enumerate((4, 5, 5)):
-        ratio_of(estimator, f"t{number}", honest)
-    ratio_of(estimator, "hostile", bytes_a_token, times=2000)
-    for number in range(1000):
-        ratio_of(estimator, "hostile", bytes_a_token, model=f"m{number}", times=1)
-        ratio_of(estimator, "hostile", bytes_a_token, times=1)
-    assert 4 <= round(estimator.bytes_per_token("new", "m"), 2) <= 5
-
-
 def test_ratios_of_forgotten_models_count_no_more_and_take_no_memory() -> None:
     estimator = Estimator()
     for tenant in ("a", "b", "c"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -30,50 +29,6 @@ def began(learn: Learn) -> Trust:
     return trust
 
 
-@pytest.mark.parametrize("learn", LADDERS)
-def test_preemptions_climb_the_ladder_a_step_a_reading_and_calm_climbs_down(learn: Learn) -> None:
-    trust, ladder = began(learn), LADDERS[learn]
-    seen = [in_force(trust)]
-    for second in range(1, 9):
-        trust.preempted(100 * second, second * SECOND, second)
-        seen.append(in_force(trust))
-    assert seen == [ladder[min(step, len(ladder) - 1)] for step in range(9)]
-    down = []
-    for _ in ladder:
-        down.append(in_force(trust))
-        trust.look(8 * SECOND + len(down) * CALM_US)
-    assert down == ladder[::-1]
-    assert in_force(trust) == ladder[0]
-
-
-@pytest.mark.parametrize("learn", [Learn.CAUTIOUS, Learn.FULL])
-def test_a_step_halves_what_is_not_covered_down_to_one_in_a_hundred(learn: Learn) -> None:
-    missed = [1 - quantile for quantile, _ in LADDERS[learn]]
-    for before, after in pairwise(missed):
-        assert after == pytest.approx(max(before / 2, 0.01))
-
-
-def test_one_preemption_is_tolerated_and_then_one_for_every_thousand_requests() -> None:
-    trust = began(Learn.CAUTIOUS)
-    for thousand in range(1, 200):
-        trust.preempted(thousand, thousand * SECOND, thousand * 1_000)
-    assert trust.quantile == 0.95
-
-
-def test_two_preemptions_for_a_thousand_requests_are_more_than_is_tolerated() -> None:
-    trust = began(Learn.CAUTIOUS)
-    trust.preempted(1, SECOND, 500)
-    trust.preempted(2, 2 * SECOND, 1_000)
-    assert trust.quantile == 0.975
-
-
-def test_a_long_calm_under_load_buys_no_tolerance_for_a_burst() -> None:
-    trust = began(Learn.CAUTIOUS)
-    trust.preempted(0, SECOND, 5_000_000)
-    trust.preempted(20, 2 * SECOND, 5_000_100)
-    assert trust.quantile == 0.975
-
-
 def test_without_a_counter_the_base_stays() -> None:
     trust = Trust(Learn.FULL, 0)
     for minute in range(60):
@@ -85,13 +40,6 @@ def test_what_the_engine_counted_before_this_process_is_no_reason() -> None:
     trust = Trust(Learn.CAUTIOUS, 0)
     trust.preempted(2**60, SECOND, 10)
     assert trust.quantile == 0.95
-
-
-def test_a_reading_after_a_gap_with_preemptions_in_it_is_no_calm() -> None:
-    trust = began(Learn.CAUTIOUS)
-    trust.preempted(10, SECOND, 1)
-    trust.preempted(20, SECOND + 2 * CALM_US, 2)
-    assert trust.quantile == 0.9875
 
 
 def test_another_mode_begins_at_its_base_and_the_same_changes_nothing() -> None:

@@ -19,6 +19,7 @@ from sidecar.pools.base import Clock, monotonic_us
 from sidecar.pools.redis import RedisLink, ledger_connector
 from sidecar.tasks import timeout
 from tests.pools.harness import ask
+from tests.support.waiting import until
 
 LONGEST_WAIT_S = 30.0
 """No request of these tests may wait longer, whatever is done to the store."""
@@ -144,16 +145,6 @@ async def heard_of_each_other(pools: Sequence[Pool]) -> None:
 def store_of(pool: Pool) -> Any:
     """What a pool says of its store."""
     return pool.state()["store"]
-
-
-async def until(condition: Any, within_s: float = 60.0, what: str = "") -> float:
-    """Waits for a condition, and returns how long it took, in seconds; fails after `within_s`."""
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    while not condition():
-        assert loop.time() - began_s < within_s, f"not within {within_s:g} s: {what}"
-        await asyncio.sleep(0.01)
-    return loop.time() - began_s
 
 
 async def nothing_left(pools: Sequence[Pool]) -> None:

@@ -22,11 +22,12 @@ from sidecar.pools import Pool
 from sidecar.pools.member_events import MemberMode
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
-from tests.pools.load import beat, recovered, replicas, until
+from tests.pools.load import beat, recovered, replicas
 from tests.pools.test_engine_capacity import Engine, following, sized
 from tests.pools.test_engine_capacity import policy_of as sized_by_engine
 from tests.support.redis_servers import RedisServer
 from tests.support.shared_pools import begun, begun_store
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -80,17 +80,6 @@ async def test_a_wait_ends_once_and_says_how_it_had_gone(harness: Harness) -> No
     assert pool.state()["waiting"] == 0
 
 
-@in_both_orders
-async def test_the_request_after_one_that_leaves_may_be_first_now(harness: Harness) -> None:
-    pool = await harness.pool(simple(), Clock())
-    await pool.enter(ask(tokens=60))
-    large, small = await pool.enter(ask(tokens=90)), await pool.enter(ask(tokens=40))
-    assert small.grant is None  # nothing behind the first that does not fit is admitted
-    await large.leave()
-    await harness.quiet(pool)
-    assert small.grant is not None
-
-
 async def test_one_that_stopped_waiting_as_it_was_granted_settles(harness: Harness) -> None:
     pool = await harness.pool(simple(), Clock())
     first, second = await pool.enter(ask(tokens=60)), await pool.enter(ask(tokens=60))
@@ -125,40 +114,6 @@ async def test_a_canceled_task_leaves_nothing_behind(harness: Harness) -> None:
     assert (pool.state()["waiting"], pool.state()["leases"]) == (0, 0)
 
 
-@in_both_orders
-async def test_leases_are_granted_in_the_order_of_the_rules(harness: Harness) -> None:
-    clock = Clock()
-    pool = await harness.pool(simple(("high", "normal", "low")), clock)
-    first = await pool.enter(ask(tokens=100))
-    order: list[str] = []
-    for number, tier in enumerate([2, 1, 0, 2, 1, 0]):
-        clock.advance(0.1)
-        waiting = await pool.enter(ask(tier=tier, tokens=10, tenant=f"tenant-{number}"))
-        waiting.wait().add_done_callback(lambda _, name=f"{tier}-{number}": order.append(name))
-    first.settle()
-    await harness.quiet(pool)
-    assert order == ["0-2", "0-5", "1-1", "1-4", "2-0", "2-3"]
-
-
-async def test_a_tenant_with_twice_the_weight_gets_twice_the_share(harness: Harness) -> None:
-    pool = await harness.pool(simple(("only",), tokens=10), Clock())
-    lease = await pool.enter(ask())
-    waiting = [
-        (name, await pool.enter(ask(tenant=name, weight=weight)))
-        for name, weight in (("a", 1), ("b", 2))
-        for _ in range(30)
-    ]
-    served: list[str] = []
-    for _ in range(30):
-        lease.settle()
-        await harness.quiet(pool)
-        name, lease = next(
-            (name, other) for name, other in waiting if other.grant and name + str(id(other)) not in served
-        )
-        served.append(name + str(id(lease)))
-    assert sum(name.startswith("b") for name in served) in (19, 20, 21)
-
-
 # -- refusals
 
 
@@ -177,28 +132,6 @@ async def test_a_full_queue_refuses_with_when_to_come_back(harness: Harness) -> 
     await harness.quiet(pool)
     assert waiting[0].grant is not None
     await pool.enter(ask(tokens=100))  # there is room in the queue again
-
-
-async def test_a_place_is_kept_for_whom_it_was_promised_to(harness: Harness) -> None:
-    clock = Clock()
-    pool = await harness.pool(simple(("only",), requests=1, max_waiting=3), clock)
-    first, second, *_ = [await pool.enter(ask(request=number)) for number in range(4)]
-    with pytest.raises(QueueFull) as refused:
-        await pool.enter(ask(request=10))
-    told_s = refused.value.retry_after_s
-    assert told_s is not None
-    clock.advance(told_s)
-    first.settle()
-    await harness.quiet(pool)
-    with pytest.raises(QueueFull):  # there is a place, but not for this one
-        await pool.enter(ask(request=11))
-    assert pool.state()["waiting"] == 2
-    assert (await pool.enter(ask(request=10))).grant is None
-    assert pool.state()["waiting"] == 3
-    second.settle()
-    await harness.quiet(pool)
-    clock.advance(20)
-    assert (await pool.enter(ask(request=12))).grant is None  # whatever was promised has lapsed
 
 
 async def test_a_queue_without_places_still_admits_what_fits(harness: Harness) -> None:
@@ -223,13 +156,6 @@ async def test_more_than_a_tier_could_ever_hold_is_refused_with_the_figures(harn
     assert (await pool.enter(ask(tier=1, tokens=50, requests=5))).grant is not None
 
 
-async def test_the_policy_may_bound_one_request_further(harness: Harness) -> None:
-    pool = await harness.pool(simple(max_request_tokens=30), Clock())
-    with pytest.raises(RequestTooLarge, match=r"would hold 31 tokens.*tier high allows 30"):
-        await pool.enter(ask(tokens=31))
-    await pool.enter(ask(tokens=30))
-
-
 # -- time
 
 
@@ -249,52 +175,6 @@ async def test_a_timer_wakes_what_aging_lets_in(harness: Harness) -> None:
     grant = await asyncio.wait_for(waiting.wait(), 60)
     assert 60_000 <= grant.queue_wait_us < 2_000_000
     assert grant.level == 0
-
-
-@in_both_orders
-async def test_the_level_of_a_grant_is_the_aged_one(harness: Harness) -> None:
-    clock = Clock()
-    pool = await harness.pool(simple(("high", "normal", "low"), promote_after_s=10), clock)
-    first, low = await pool.enter(ask(tokens=100)), await pool.enter(ask(tier=2, tokens=100))
-    clock.advance(15)
-    first.settle()
-    await harness.quiet(pool)
-    assert low.grant is not None
-    assert low.grant.level == 1
-
-
-@in_both_orders
-async def test_aging_moves_old_work_ahead_of_new(harness: Harness) -> None:
-    clock = Clock()
-    pool = await harness.pool(simple(promote_after_s=10), clock)
-    first, low = await pool.enter(ask(tokens=100)), await pool.enter(ask(tier=1, tokens=100))
-    clock.advance(11)
-    high = await pool.enter(ask(tier=0, tokens=100))
-    first.settle()
-    await harness.quiet(pool)
-    assert low.grant is not None
-    assert high.grant is None
-
-
-# -- a pool whose size is the engine's, and whose engine is full
-
-
-@in_both_orders
-async def test_a_request_that_waits_for_more_than_the_smaller_pool_is_refused_and_holds_up_no_one(
-    harness: Harness,
-) -> None:
-    pool = await harness.pool(simple(tokens=20))
-    held = await pool.enter(ask(tokens=20))
-    too_large, fits = await pool.enter(ask(tokens=15)), await pool.enter(ask(tokens=5))
-    reported = too_large.wait()
-    change_rules(pool, simple(tokens=10).rules)
-    with pytest.raises(RequestTooLarge, match=r"would hold 15 tokens .* allows 10"):
-        await reported
-    with pytest.raises(RequestTooLarge):
-        await pool.enter(ask(tokens=15))
-    held.settle()
-    await fits.wait()
-    assert not too_large.settle()
 
 
 # -- what it says of itself

@@ -20,7 +20,7 @@ from sidecar.policy.choices import CapacitySource
 from sidecar.policy.model import Policy
 from sidecar.pools import EngineSize, Pool
 from tests.pools.harness import ask, simple
-from tests.pools.load import until
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 EVERY_S = 0.01

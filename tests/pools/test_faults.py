@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from sidecar.errors import StoreUnavailable
 from sidecar.policy.choices import StoreLoss
 from sidecar.policy.model import Policy
-from sidecar.pools import Pool, store_watch
+from sidecar.pools import Pool
 from sidecar.pools.base import monotonic_us
 from sidecar.pools.redis import RedisLink, link
 from tests.pools.conftest import BINARIES, FIRST, OTHERS, SERVERS, Servers
 from tests.pools.harness import ask, simple
-from tests.pools.load import Load, nothing_left, recovered, replicas, store_of, until
+from tests.pools.load import Load, nothing_left, recovered, replicas, store_of
 from tests.pools.store_harness import patient_library
 from tests.support.certificates import needs_openssl, started_with_tls
 from tests.support.fault_proxy import FaultProxy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.redis_topologies import cluster, sentinel
 from tests.support.shared_pools import begun
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 CAPACITY = 120
@@ -169,68 +169,6 @@ async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(server: Redi
         check(load, pools)
         assert load.refused == {}
         await nothing_left(pools)
-
-
-@pytest.mark.long
-async def test_an_idle_replica_gets_its_part_at_once_when_the_pool_was_idle(server: RedisServer) -> None:
-    async with replicas(policy(), [server.url] * 3) as pools:
-        server.kill()
-        await until(lambda: all(pool.status.state.value == "divided" for pool in pools), 60, "divided")
-        leases = [await pools[0].enter(ask(tokens=10)) for _ in range(5)]
-        assert [lease.grant is not None for lease in leases] == [True] * 4 + [False]  # 40 of 120
-        with pytest.raises(StoreUnavailable, match="does not fit into this replica's part"):
-            await pools[0].enter(ask(tokens=41))
-        server.restart()
-        await recovered(pools)
-        await asyncio.wait_for(leases[4].wait(), 60)
-        await until(lambda: held(pools[0]) == 50, 60)
-        for lease in leases:
-            assert lease.settle()
-        await nothing_left(pools)
-
-
-async def test_closed_refuses_new_requests_and_lets_the_running_ones_end(server: RedisServer) -> None:
-    async with replicas(policy(), [server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
-        running, waiting = await pools[0].enter(ask(tokens=100)), await pools[0].enter(ask(tokens=100))
-        server.kill()
-        await until(lambda: pools[0].status.state.value == "closed", 60, "closed")
-        with pytest.raises(StoreUnavailable) as refused:
-            await pools[0].enter(ask())
-        assert refused.value.status == 503
-        assert refused.value.retry_after_s is not None
-        assert "requests are refused" in pools[0].readiness()[0]
-        assert running.settle()
-        server.restart()
-        await recovered(pools)
-        await asyncio.wait_for(waiting.wait(), 60)
-        waiting.settle()
-        await nothing_left(pools)
-
-
-@pytest.mark.long
-async def test_no_one_waits_for_a_store_that_stays_away(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_watch, "DEAD_US", 2_000_000)
-    async with replicas(policy(), [server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
-        running, waiting = await pools[0].enter(ask(tokens=100)), await pools[0].enter(ask(tokens=100))
-        server.kill()
-        with pytest.raises(StoreUnavailable):
-            await asyncio.wait_for(waiting.wait(), 60)
-        assert not waiting.settle()
-        assert await waiting.leave() is None
-        assert running.settle()
-
-
-async def test_a_store_that_was_never_there_refuses_and_says_so_where_it_is_needed(server: RedisServer) -> None:
-    server.kill()
-    async with replicas(policy(), [server.url], on_loss=StoreLoss.CLOSED) as (pool,):
-        with pytest.raises(StoreUnavailable):
-            await asyncio.wait_for(pool.enter(ask()), 60)
-        assert pool.readiness() != ()
-        server.restart()
-        await recovered([pool])
-        lease = await pool.enter(ask())
-        await asyncio.wait_for(lease.wait(), 60)
-        lease.settle()
 
 
 async def test_the_log_says_once_that_the_store_is_lost_and_once_that_it_is_back(

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sidecar.errors import RequestTooLarge
-from sidecar.events import Obstacle, Placed
+from sidecar.events import Obstacle
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, Shares, pool_rules
 from sidecar.pools import Ask, Lease, Pool
@@ -47,11 +47,6 @@ async def test_a_grant_names_the_engine() -> None:
     for lease in leases:
         assert [lease.settle(), lease.settle()] == [True, False]
     assert [(it.held_tokens, it.held_requests, it.unprefilled_tokens) for it in pool.engines()] == [(0, 0, 0)] * 2
-
-
-async def test_a_predicted_hit_leads_to_its_engine() -> None:
-    pool = fleet(A, B)
-    assert await granted(await pool.enter(ask(prompt=10, hits=(("b#1", 8),)))) == "b#1"
 
 
 async def test_before_there_are_engines_requests_wait_and_are_not_refused() -> None:
@@ -95,23 +90,6 @@ async def test_the_first_byte_gives_the_prompt_back_once() -> None:
     large.settle()
     large.prefilled()
     assert [engine.unprefilled_tokens for engine in pool.engines()] == [5]
-
-
-async def test_an_engine_that_refuses_a_request_is_capped_and_the_request_goes_elsewhere() -> None:
-    clock = Clock()
-    pool = fleet(A, B, clock=clock)
-    running, other, refused = [await pool.enter(ask()) for _ in range(3)]
-    assert [await granted(lease) for lease in (running, other, refused)] == ["a#1", "b#1", "a#1"]
-    pool.cap_engine("a#1", 5.0)
-    assert (await asyncio.wait_for(refused.hand_back(), 60)).engine == "b#1"
-    pool.cap_engine("b#1", 3.0)
-    waits = refused.hand_back()
-    await asyncio.sleep(0)
-    assert not waits.done()
-    clock.advance(3)
-    pool.set_engines([A, B])
-    assert (await asyncio.wait_for(waits, 60)).engine == "b#1"
-    assert [engine.is_capped for engine in pool.engines()] == [True, False]
 
 
 async def test_an_engine_that_broke_a_request_does_not_get_it_again_after_a_reload_either() -> None:
@@ -257,12 +235,3 @@ async def test_it_is_counted_too_where_no_engine_has_any_room() -> None:
     full.settle()
     clock.us += 1_000_000
     assert (waits.grant is not None, blocked_s(pool)) == (True, 4.0)
-
-
-async def test_a_grant_says_why_it_got_its_engine() -> None:
-    pool = fleet(A, B)
-    await pool.enter(ask(tokens=30, prompt=5))
-    lease = await pool.enter(ask(tokens=20, prompt=8, hits=(("a#1", 7), ("b#1", 2))))
-    assert lease.grant is not None
-    assert lease.grant.engine == "a#1"
-    assert lease.grant.placed == Placed(100, 10, 30, 1, 5, prompt=8, hits=(("a#1", 7), ("b#1", 2)))

@@ -17,8 +17,9 @@ from sidecar.pools import Ask
 from sidecar.pools.base import Lease
 from sidecar.scheduling.tickets import TicketGain
 from tests.pools.harness import Clock, Harness, ask, by_gain, policy_of
-from tests.pools.load import nothing_left, recovered, replicas, store_of, until
+from tests.pools.load import nothing_left, replicas, store_of
 from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 FAR_US = 10**10
@@ -66,15 +67,6 @@ async def test_the_most_weight_for_the_engines_time_goes_first_and_what_earns_no
     assert await order_of(harness, pool, leases, running) == [3, 5, 1, 4, 2, 0]
 
 
-async def test_a_floor_goes_before_all_gain(harness: Harness) -> None:
-    pool = await harness.pool(tiers(Fraction(1, 2)), Clock())
-    running = await pool.enter(ask(tokens=100))
-    leases = [await pool.enter(one) for one in (worth(9), worth(8), ask(0, 50))]
-    running.settle()
-    await harness.quiet(pool)
-    assert [lease.grant is not None for lease in leases] == [False, False, True]
-
-
 async def test_another_reserve_keeps_the_order_and_another_floor_holds(harness: Harness) -> None:
     """The first tickets of the tenants are sorted anew, those that returned among them."""
     pool = await harness.pool(tiers(), Clock())
@@ -93,16 +85,6 @@ async def test_another_reserve_keeps_the_order_and_another_floor_holds(harness: 
     assert granted.done()
 
 
-async def test_a_tenant_that_is_served_more_than_its_share_goes_in_fair_order_only(harness: Harness) -> None:
-    pool = await harness.pool(tiers(), Clock())
-    running = await pool.enter(ask(tokens=100))
-    greedy = [await pool.enter(worth(9, tenant="greedy")) for _ in range(8)]
-    modest = [await pool.enter(worth(1, tenant="modest")) for _ in range(4)]
-    found = await order_of(harness, pool, [*greedy, *modest], running)
-    assert found.index(8) < 5, found
-    assert sorted(found[:6]) != [0, 1, 2, 3, 4, 5]
-
-
 async def test_a_tenant_with_twice_the_weight_gets_twice_the_share_whatever_the_other_earns(harness: Harness) -> None:
     pool = await harness.pool(tiers(), Clock())
     running = await pool.enter(ask(tokens=100))
@@ -113,15 +95,6 @@ async def test_a_tenant_with_twice_the_weight_gets_twice_the_share_whatever_the_
 
 
 # -- replicas
-
-
-@pytest.mark.parametrize("harness", ["shared"], indirect=True)
-async def test_the_order_is_that_of_all_replicas(harness: Harness) -> None:
-    clock = Clock()
-    pools = [await harness.pool(tiers(), clock) for _ in range(2)]
-    running = await pools[0].enter(ask(tokens=100))
-    leases = [await pools[index % 2].enter(worth(index + 1, tenant=f"t{index}")) for index in range(5)]
-    assert await order_of(harness, pools[0], leases, running) == [4, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("harness", ["shared"], indirect=True)
@@ -152,21 +125,6 @@ async def test_the_best_ticket_of_a_replica_without_its_engine_stands_aside(harn
 def server(tmp_path: Path) -> RedisServer:
     """One that the test may end."""
     return RedisServer(first_binary(), tmp_path)
-
-
-async def test_the_order_survives_a_flush(server: RedisServer) -> None:
-    with server:
-        async with replicas(tiers(), [server.url, server.url], name="gain") as pools:
-            running = await pools[0].enter(ask(tokens=100))
-            leases = [await pools[index % 2].enter(worth(index + 1, tenant=f"t{index}")) for index in range(4)]
-            server.command("FLUSHALL")
-            await recovered(pools)
-            running.settle()
-            for lease in reversed(leases):
-                await asyncio.wait_for(lease.wait(), 60)
-                assert sum(one.grant is not None for one in leases) == len(leases) - leases.index(lease)
-                lease.settle()
-            await nothing_left(pools)
 
 
 async def test_a_part_of_the_pool_is_ordered_by_gain_too(server: RedisServer) -> None:

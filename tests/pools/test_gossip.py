@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -151,20 +150,3 @@ async def test_a_store_that_hangs_while_a_report_is_on_its_way_loses_no_admissio
     assert pool.status.state.value == "shared"
     assert await reports(pool) == []
     await pool.close()
-
-
-async def test_a_flush_of_the_store_costs_a_round(store: RedisServer) -> None:
-    name = f"flushed-{next(_names)}"
-    begun(store, name)
-    async with AsyncExitStack() as stack:
-        pools = [replica(store, name) for _ in range(12)]
-        for pool in pools:
-            stack.push_async_callback(pool.close)
-            await pool.open()
-        await until(lambda: all(pool.status.state is StoreState.SHARED for pool in pools), 60)
-        for pool in pools:
-            await pool.share(b"own")
-        store.command("FLUSHALL")
-        for pool in pools:
-            await pool.share(b"own")
-        assert [len(await pool.share(b"own")) for pool in pools] == [11] * 12

@@ -10,11 +10,10 @@ import pytest
 
 from sidecar.events import Obstacle
 from sidecar.policy.model import Policy
-from sidecar.policy.rules import Shares, pool_rules
 from sidecar.policy.tier import ServiceObjectives
 from sidecar.pools import Lease, Pool
 from tests.pools.conftest import in_both_orders
-from tests.pools.harness import Clock, Harness, ask, policy_of, simple
+from tests.pools.harness import Clock, Harness, ask, simple
 
 pytestmark = pytest.mark.anyio
 HELD = ServiceObjectives(ttft_s=0.5, tpot_s=0.04, hold=Fraction(97, 100))
@@ -23,14 +22,6 @@ HELD = ServiceObjectives(ttft_s=0.5, tpot_s=0.04, hold=Fraction(97, 100))
 def guarded() -> Policy:
     """100 tokens; the first of two tiers is held to its SLO."""
     policy = simple()
-    first, *others = policy.tiers
-    return replace(policy, tiers=(replace(first, slo=HELD), *others))
-
-
-def guarded_above_a_floor() -> Policy:
-    """The same with a third tier; the second one has a floor of 20 tokens."""
-    tiers = [Shares(name, Fraction(reserve, 5)) for name, reserve in (("chat", 0), ("batch", 1), ("bulk", 0))]
-    policy = policy_of(pool_rules(tokens=100, requests=None, tiers=tiers))
     first, *others = policy.tiers
     return replace(policy, tiers=(replace(first, slo=HELD), *others))
 
@@ -165,18 +156,6 @@ async def test_one_tenant_whose_requests_must_miss_shuts_nobody_out(harness: Har
     await after(harness, pool, clock, 5)
     assert share(pool) < before
     assert first.grant is not None
-
-
-@in_both_orders
-async def test_a_tier_without_a_floor_comes_through_beside_one_whose_floor_is_in_use(harness: Harness) -> None:
-    pool = await harness.pool(guarded_above_a_floor(), Clock())
-    above = await pool.enter(ask(tokens=40, tier=0))
-    floor = await batch(pool, 10, 10)
-    first, second = [await pool.enter(ask(tokens=5, tier=2)) for _ in range(2)]
-    await harness.quiet(pool)
-    assert [lease.grant is None for lease in (above, *floor, first, second)] == [False, False, False, False, True]
-    first.settle()
-    await asyncio.wait_for(second.wait(), 60)
 
 
 @in_both_orders

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,20 +70,6 @@ def test_parts_are_in_proportion_to_a_token(tiers: list[tuple[int, int]], capaci
     for parts, weights in (([loan.borrowed for loan in found], above), ([loan.lent for loan in found], idle)):
         for part, weight in zip(parts, weights, strict=True):
             assert abs(part * sum(weights) - sum(parts) * weight) < max(1, sum(weights))
-
-
-@pytest.mark.parametrize(
-    ("held", "reserves", "capacity", "expected"),
-    [
-        ([0, 100], [40, 0], 100, [(0, 40), (40, 0)]),  # batch fills the pool: all of the reserve is lent
-        ([0, 60], [40, 0], 100, [(0, 0), (0, 0)]),  # it took what no one had reserved
-        ([0, 70, 20], [30, 10, 10], 100, [(0, 20), (17, 0), (3, 0)]),
-        ([10, 5], [0, 0], 10, [(0, 0), (0, 0)]),  # a pool that has shrunk: no one had a reserve to lend
-        ([0, 150], [40, 0], 100, [(0, 40), (40, 0)]),  # no more can be lent than is reserved
-    ],
-)
-def test_examples(held: list[int], reserves: list[int], capacity: int, expected: list[tuple[int, int]]) -> None:
-    assert loans(held, reserves, [0] * len(held), capacity) == [Loan(*loan) for loan in expected]
 
 
 def test_a_pool_without_bounds_lends_nothing() -> None:

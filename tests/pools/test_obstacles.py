@@ -15,29 +15,24 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize(
-    ("tokens", "requests", "said"),
+    ("tokens", "requests", "asked", "said"),
     [
-        (None, 3, "2 of 3 requests are held, and it asks for 2 requests"),
-        (100, 3, "2 of 3 requests are held, and it asks for 2 requests"),
-        (80, 3, "60 of 80 tokens and 2 of 3 requests are held, and it asks for 30 tokens and 2 requests"),
-        (80, 9, "60 of 80 tokens are held, and it asks for 30 tokens"),
-        (80, None, "60 of 80 tokens are held, and it asks for 30 tokens"),
+        (None, 3, 2, "2 of 3 requests are held, and it asks for 2 requests"),
+        (100, 3, 2, "2 of 3 requests are held, and it asks for 2 requests"),
+        (80, 3, 2, "60 of 80 tokens and 2 of 3 requests are held, and it asks for 30 tokens and 2 requests"),
+        (80, 9, 2, "60 of 80 tokens are held, and it asks for 30 tokens"),
+        (80, None, 2, "60 of 80 tokens are held, and it asks for 30 tokens"),
+        (1000, 1, 1, "1 of 1 requests are held, and it asks for 1 request"),
     ],
 )
-async def test_a_pool_without_room_says_what_it_counts(tokens: int | None, requests: int | None, said: str) -> None:
+async def test_a_pool_without_room_says_what_it_counts(
+    tokens: int | None, requests: int | None, asked: int, said: str
+) -> None:
     pool = Pool(simple(tokens=tokens, requests=requests), Clock())
-    await pool.enter(ask(tokens=60, requests=2))
-    waiting = ask(tokens=30, requests=2)
+    await pool.enter(ask(tokens=60, requests=asked))
+    waiting = ask(tokens=30, requests=asked)
     assert (await pool.enter(waiting)).grant is None
     assert pool.obstacle(waiting) == (Obstacle.NO_ROOM, f"the pool has no room: {said}")
-
-
-async def test_a_single_request_that_has_no_place_asks_for_one_request_and_not_for_its_tokens() -> None:
-    pool = Pool(simple(tokens=1000, requests=1), Clock())
-    await pool.enter(ask(tokens=3))
-    await pool.enter(ask(tokens=3))
-    said = "the pool has no room: 1 of 1 requests are held, and it asks for 1 request"
-    assert pool.obstacle(ask(tokens=3)) == (Obstacle.NO_ROOM, said)
 
 
 async def test_a_tier_at_its_limit_says_which_one() -> None:

@@ -15,9 +15,10 @@ from sidecar.policy.choices import StoreLoss
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from tests.pools.harness import ask, simple
-from tests.pools.load import Load, nothing_left, replica, replicas, until
+from tests.pools.load import Load, nothing_left, replica, replicas
 from tests.support.redis_servers import RedisServer
 from tests.support.shared_pools import begun
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 CAPACITY = 10

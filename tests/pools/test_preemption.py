@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 
 import pytest
 
@@ -17,7 +16,6 @@ from sidecar.pools.calls import Call, Reply, WakeUp
 from sidecar.pools.ledger import Ledger
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, LocalHarness, ask, change_rules, policy_of
-from tests.pools.load import until
 
 pytestmark = pytest.mark.anyio
 
@@ -148,91 +146,6 @@ async def test_one_that_is_kept_after_it_was_chosen_stays_and_another_gives_its_
     assert high.lease.grant is not None
 
 
-async def test_a_victim_that_settles_simply_frees_its_room(harness: Harness) -> None:
-    pool, clock, (victim,) = await full(harness, preempting(), 100)
-    high = await enter(pool, HIGH, 100)
-    await wait_for_preemption(harness, pool, clock)
-    assert victim.reported == 1
-    assert victim.lease.settle()
-    await harness.quiet(pool)
-    assert high.lease.grant is not None
-    assert (pool.state()["leases"], pool.state()["waiting"]) == (1, 0)
-
-
-async def test_a_victim_that_was_requeued_may_leave(harness: Harness) -> None:
-    pool, clock, (victim,) = await full(harness, preempting(), 100)
-    high = await enter(pool, HIGH, 100)
-    await wait_for_preemption(harness, pool, clock)
-    victim.lease.requeue()
-    assert not victim.lease.settle()
-    left = await victim.lease.leave()
-    assert left is not None
-    assert left.queue_wait_us == 1_000_000
-    await harness.quiet(pool)
-    high.lease.settle()
-    await harness.quiet(pool)
-    assert (pool.state()["leases"], pool.state()["waiting"]) == (0, 0)
-
-
-async def test_no_one_is_preempted_more_often_than_the_policy_says(harness: Harness) -> None:
-    pool, clock, (victim,) = await full(harness, preempting(most=1), 100)
-    high = await enter(pool, HIGH, 100)
-    await wait_for_preemption(harness, pool, clock)
-    victim.lease.requeue()
-    await harness.quiet(pool)
-    high.lease.settle()
-    await harness.quiet(pool)
-    assert victim.lease.grant is not None
-    await enter(pool, HIGH, 100)
-    await wait_for_preemption(harness, pool, clock, 5)
-    assert victim.reported == 1
-
-
-@in_both_orders
-async def test_a_floor_stays_a_floor(harness: Harness) -> None:
-    pool, clock, holders = await full(harness, preempting(reserve=Fraction(1, 2)), 50, 20, 30)
-    await enter(pool, HIGH, 50)
-    await wait_for_preemption(harness, pool, clock)
-    assert [holder.reported for holder in holders] == [0, 1, 1]
-
-
-@in_both_orders
-async def test_no_one_is_preempted_where_it_would_not_be_enough(harness: Harness) -> None:
-    pool, clock, holders = await full(harness, preempting(reserve=Fraction(1, 2)), 50, 50)
-    await enter(pool, HIGH, 60)
-    await wait_for_preemption(harness, pool, clock)
-    assert [holder.reported for holder in holders] == [0, 0]
-
-
-@in_both_orders
-async def test_two_after_each_other_take_no_one_twice(harness: Harness) -> None:
-    pool, clock, holders = await full(harness, preempting(), 50, 50)
-    first, second = await enter(pool, HIGH, 40), await enter(pool, HIGH, 40)
-    await wait_for_preemption(harness, pool, clock)
-    await wait_for_preemption(harness, pool, clock)
-    assert [holder.reported for holder in holders] == [0, 1]
-    holders[1].lease.requeue()
-    await harness.quiet(pool)
-    await harness.quiet(pool)
-    assert (first.lease.grant is not None, second.lease.grant is not None) == (True, False)
-    assert [holder.reported for holder in holders] == [1, 1]
-    holders[0].lease.requeue()
-    await harness.quiet(pool)
-    assert second.lease.grant is not None
-
-
-@in_both_orders
-async def test_room_that_is_free_after_all_goes_back_to_the_victim(harness: Harness) -> None:
-    pool, clock, (victim,) = await full(harness, preempting(), 100)
-    high = await enter(pool, HIGH, 100)
-    await wait_for_preemption(harness, pool, clock)
-    await high.lease.leave()
-    again = victim.lease.requeue()
-    grant = await asyncio.wait_for(again, 60)
-    assert grant.queue_wait_us == 1_000_000
-    assert victim.lease.settle()
-
-
 async def test_a_lease_whose_holder_does_not_listen_is_never_preempted(harness: Harness) -> None:
     pool, clock, (older, deaf) = await full(harness, preempting(), 50, 50)
     deaf.lease.on_preempt = None
@@ -268,20 +181,6 @@ async def test_only_a_chosen_lease_is_requeued_and_only_once(harness: Harness) -
         victim.lease.requeue()
 
 
-async def test_a_victim_can_be_asked_again_after_its_next_grant(harness: Harness) -> None:
-    pool, clock, (victim,) = await full(harness, preempting(), 100)
-    for times in (1, 2):
-        high = await enter(pool, HIGH, 100)
-        await wait_for_preemption(harness, pool, clock)
-        assert victim.reported == times
-        victim.lease.requeue()
-        await harness.quiet(pool)
-        assert high.lease.grant is not None
-        high.lease.settle()
-        await harness.quiet(pool)
-        assert victim.lease.grant is not None
-
-
 async def test_time_alone_preempts_on_the_pools_own_timer(harness: Harness) -> None:
     pool = await harness.pool(preempting(after_s=0.05))
     victim = await enter(pool, LOW, 100)
@@ -292,22 +191,6 @@ async def test_time_alone_preempts_on_the_pools_own_timer(harness: Harness) -> N
     victim.lease.requeue()
     grant = await asyncio.wait_for(high.lease.wait(), 60)
     assert grant.queue_wait_us >= 50_000
-
-
-@in_both_orders
-async def test_a_burst_takes_room_for_every_sequence_of_its_requests(harness: Harness) -> None:
-    first = Shares("first", limit=Fraction(1, 2), always_first=True, preempt_after_us=0)
-    tiers = (first, Shares("low", preemptible=True))
-    pool = await harness.pool(policy_of(pool_rules(tokens=1000, requests=40, tiers=tiers, max_preemptions=2)))
-    chosen: list[int] = []
-    for number in range(40):
-        lease = await pool.enter(ask(1, 1))
-        lease.on_preempt = partial(chosen.append, number)
-    for _ in range(3):
-        await pool.enter(ask(0, 1, requests=4))
-    await harness.quiet(pool)
-    await until(lambda: len(chosen) == 12, what="as many sequences as three bursts take")
-    assert sorted(chosen) == list(range(28, 40))
 
 
 async def test_one_that_rises_is_preempted_no_more_often_than_another(harness: Harness) -> None:

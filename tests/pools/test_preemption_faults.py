@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,15 +10,13 @@ import pytest
 
 from sidecar.errors import StoreUnavailable
 from sidecar.policy.choices import StoreLoss
-from sidecar.pools import Pool
 from sidecar.pools.ledger import Ledger
-from sidecar.tasks import is_set_within
-from tests.pools.harness import ask
-from tests.pools.load import nothing_left, recovered, replicas, until
+from tests.pools.load import nothing_left, replicas
 from tests.pools.scripted_link import Replicas
 from tests.pools.test_preemption import HIGH, LOW, Holder, enter, preempting
 from tests.support.redis_servers import RedisServer
 from tests.support.shared_pools import begun
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 POLICY = preempting(after_s=0.05)
@@ -225,54 +222,3 @@ async def test_a_victim_of_another_replica_is_asked_at_once(redis_server: RedisS
         await asyncio.wait_for(again, 60)
         victim.lease.settle()
         await nothing_left([one, two])
-
-
-@pytest.mark.long
-async def test_many_of_all_replicas_come_and_go_and_every_one_ends(redis_server: RedisServer) -> None:
-    """Victims let go after a moment; some leave then, and some send their first byte as they are chosen."""
-    luck, ended, preempted, held, peak = random.Random(1), 0, 0, 0, 0
-
-    async def one_request(pool: Pool, tier: int, tokens: int) -> None:
-        nonlocal ended, preempted, held, peak
-        await asyncio.sleep(luck.uniform(0, 1.5))
-        lease = await pool.enter(ask(tier=tier, tokens=tokens))
-        taken = asyncio.Event()
-        lease.on_preempt = taken.set
-        await asyncio.wait_for(lease.wait(), 60)
-        held += tokens
-        peak = max(peak, held)
-        while await is_set_within(taken, luck.uniform(0.1, 0.3) if tier == LOW else luck.uniform(0.01, 0.05)):
-            await asyncio.sleep(luck.uniform(0, 0.01))  # the engine lets go
-            taken.clear()
-            preempted += 1
-            held -= tokens
-            again = lease.requeue()
-            if luck.random() < 0.1:
-                again.cancel()
-                assert await lease.leave() or lease.settle()
-                ended += 1
-                return
-            await asyncio.wait_for(again, 60)
-            held += tokens
-            peak = max(peak, held)
-        lease.keep()
-        taken.clear()
-        await asyncio.sleep(luck.uniform(0, 0.02))
-        assert not taken.is_set()
-        held -= tokens
-        assert lease.settle()
-        ended += 1
-
-    begun(redis_server, "many")
-    async with replicas(preempting(after_s=0.01), [redis_server.url] * 3, name="many") as pools:
-        await recovered(pools)
-        await asyncio.gather(
-            *(
-                one_request(luck.choice(pools), LOW if luck.random() < 0.7 else HIGH, luck.choice([20, 40]))
-                for _ in range(100)
-            )
-        )
-        assert (ended, held) == (100, 0)
-        assert peak <= 100
-        assert preempted  # how many depends on how fast the machine is
-        await nothing_left(pools)

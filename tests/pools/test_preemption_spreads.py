@@ -15,10 +15,11 @@ from sidecar.pools import Ask, Lease, Pool
 from sidecar.pools.engines import EngineOffer
 from sidecar.pools.redis import RedisLink, ledger_connector
 from tests.pools.harness import policy_of
-from tests.pools.load import nothing_left, until
+from tests.pools.load import nothing_left
 from tests.pools.scripted_link import Replicas
 from tests.pools.test_preemption import HIGH, LOW, Holder, enter, preempting
 from tests.support.redis_servers import RedisServer
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 SOON_S = 3

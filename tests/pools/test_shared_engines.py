@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from sidecar.events import Placed, StoreState
+from sidecar.events import Placed
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask, Pool
 from sidecar.pools.engines import EngineOffer
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.redis import RedisLink, ledger_connector
 from tests.pools.harness import ask, simple
-from tests.pools.load import until
 from tests.pools.scripted_link import Replicas
 from tests.support.redis_servers import RedisServer
 from tests.support.shared_pools import begun
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 A, B = (EngineOffer(f"{name}#1", tokens=100, requests=10, prefill=20) for name in "ab")
@@ -225,24 +225,6 @@ async def test_a_killed_replica_gives_back_what_it_held_and_its_engines_are_gone
     await all_of_them.pass_s(DEAD_S, without=dead)
     assert set(held(survivor)) == {"a#1", "b#1"}
     assert survivor.state()["capacity"] == {"tokens": 200, "requests": 20}
-
-
-async def test_without_the_store_no_engine_holds_more_than_it_can() -> None:
-    all_of_them = await replicas(A, B, count=3)
-    leases = [await pool.enter(asks(tokens=20)) for pool in all_of_them.pools]
-    await all_of_them.pass_s(HEARD_S)
-    all_of_them.cut()
-    await all_of_them.pass_s(LOST_S)
-    assert {pool.status.state for pool in all_of_them.pools} == {StoreState.DIVIDED}
-    leases += [await pool.enter(asks()) for pool in all_of_them.pools for _ in range(12)]
-    on = [(lease.grant.engine, lease.ask.tokens) for lease in leases if lease.grant]
-    tokens = [sum(tokens for engine, tokens in on if engine == name) for name in ("a#1", "b#1")]
-    assert max(tokens) <= 100
-    assert sum(tokens) > 100
-    assert all(len(pool.engines()) == 2 for pool in all_of_them.pools)
-    all_of_them.cut(is_cut=False)
-    await all_of_them.pass_s(LOST_S)
-    assert max(tokens for tokens, *_ in held(all_of_them.pools[0]).values()) <= 100
 
 
 async def test_another_weight_reaches_the_ledger() -> None:

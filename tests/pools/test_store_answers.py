@@ -22,9 +22,10 @@ from sidecar.pools.redis import RedisLink, ledger_connector
 from sidecar.pools.redis.connection import SideConnection, StoreReach
 from sidecar.pools.redis.script import Script
 from tests.pools.harness import ask, simple
-from tests.pools.load import nothing_left, recovered, replicas, until
+from tests.pools.load import nothing_left, recovered, replicas
 from tests.support.redis_servers import RedisServer, ReplyError
 from tests.support.shared_pools import begun_store
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], "asyncio.Future[None]"]

@@ -56,17 +56,6 @@ async def test_a_charge_sends_the_next_admission_to_the_other_tenant(
     assert await order_of(harness, pool, waiting, running) == order
 
 
-@pytest.mark.parametrize(("tokens", "order"), [(0, ["a1", "b1", "a2", "b2"]), (250, ["a1", "b1", "b2", "a2"])])
-async def test_the_first_that_waits_keeps_its_place_and_the_next_of_its_tenant_pays(
-    harness: Harness, tokens: int, order: list[str]
-) -> None:
-    pool = await opened(harness)
-    running = (await entered(harness, pool, "a"))["a"]
-    waiting = await entered(harness, pool, "a1", "b1", "a2", "b2")
-    running.charge_tenant(tokens)
-    assert await order_of(harness, pool, waiting, running) == order
-
-
 async def test_only_a_lease_that_runs_charges_and_only_where_others_wait(harness: Harness) -> None:
     pool = await opened(harness)
     running = (await entered(harness, pool, "a"))["a"]
@@ -125,23 +114,6 @@ async def entered_at_cost(harness: Harness, pool: Pool, *names: str, **more: Any
         leases[name] = await pool.enter(costing(name[0], **more) if name[0] == "a" else ask(tokens=100, tenant=name[0]))
         await harness.quiet(pool)
     return leases
-
-
-async def test_turns_are_by_cost_and_what_a_lease_holds_is_not(harness: Harness) -> None:
-    pool = await opened(harness)
-    running = (await entered(harness, pool, "x"))["x"]
-    waiting = await entered_at_cost(harness, pool, "a1", "b1", "a2", "b2", "b3", "b4", "b5")
-    order = []
-    while waiting:
-        assert (running.ask.tokens, pool.state()["leases"]) == (100, 1)
-        running.settle()  # the estimate stands
-        await harness.quiet(pool)
-        (name,) = [name for name, lease in waiting.items() if lease.grant is not None]
-        order.append(name)
-        running = waiting.pop(name)
-    running.settle()
-    await harness.quiet(pool)
-    assert order == ["a1", "b1", "b2", "b3", "b4", "a2", "b5"]
 
 
 @pytest.mark.parametrize(

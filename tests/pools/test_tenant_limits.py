@@ -119,14 +119,6 @@ async def test_what_left_the_queue_gets_its_tokens_back_and_stays_counted(harnes
     assert await left(harness, pool) == (59, 600)
 
 
-async def test_a_resized_lease_is_charged_against_its_estimate_at_the_sidecar(harness: Harness) -> None:
-    pool = await harness.pool(simple(tokens=100_000), Clock())
-    lease = await pool.enter(asks(300))
-    lease.resize(50)
-    lease.settle(300)
-    assert await left(harness, pool) == (59, 300)
-
-
 @pytest.mark.parametrize("places", [0, 1])
 async def test_what_its_queue_has_no_place_for_was_never_charged(harness: Harness, places: int) -> None:
     pool = await harness.pool(simple(tokens=100_000, max_waiting=places), Clock())
@@ -135,6 +127,8 @@ async def test_what_its_queue_has_no_place_for_was_never_charged(harness: Harnes
         await pool.enter(asks(100_000, None))
     with pytest.raises(QueueFull):
         await pool.enter(asks(300))
+    with pytest.raises(TenantLimit):  # its limits come first
+        await pool.enter(asks(601))
     assert await left(harness, pool) == (60, 600)
 
 
@@ -194,24 +188,3 @@ async def test_what_is_at_a_lower_tier_anyway_stays_there(harness: Harness) -> N
     await pool.enter(asks(600, tier=2, downgrade=1))
     over = await pool.enter(asks(600, tier=2, downgrade=1))
     assert (over.tier, over.ask.accounts) == (2, ())
-
-
-# -- many at once
-
-
-@in_both_orders
-async def test_nothing_is_left_of_many_requests_but_what_they_used(harness: Harness) -> None:
-    clock = Clock()
-    pool = await harness.pool(simple(tokens=100_000), clock)
-    limits = Limits(requests_per_minute=6000, tokens_per_minute=60_000, concurrent_requests=50)
-    leases = [await pool.enter(asks(100, limits)) for _ in range(50)]
-    with pytest.raises(TenantLimit):
-        await pool.enter(asks(100, limits))
-    for lease in leases:
-        lease.settle(10)
-    assert await left(harness, pool, limits) == (5950, 59_500)
-    clock.advance(60)
-    leases = [await pool.enter(asks(100, limits)) for _ in range(50)]
-    assert leases[0].allowance == RemainingLimits(
-        RemainingLimit(6000, 5999, 10_000), RemainingLimit(60_000, 59_900, 100_000)
-    )

@@ -9,8 +9,9 @@ import pytest
 
 from sidecar.pools import Pool
 from tests.pools.harness import ask, simple
-from tests.pools.load import replica, replicas, until
+from tests.pools.load import replica, replicas
 from tests.support.redis_servers import RedisServer
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 

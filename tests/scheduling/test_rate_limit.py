@@ -130,38 +130,11 @@ def test_no_correction_ever_lets_in_more_than_charging_what_was_used_from_the_st
                 replay.came[run.place] = (replay.came[run.place][0], used)
 
 
-def test_a_refund_is_of_no_use_to_a_later_minute() -> None:
-    limits, limiter = of_tokens(600), RateLimiter()
-    first = limiter.charge("t", limits, 600, 0)
-    assert limiter.over("t", limits, 600, MINUTE_US) is None, "all of it has drained"
-    limiter.charge("t", limits, 600, MINUTE_US)
-    limiter.correct(first, 0, MINUTE_US)
-    assert limiter.over("t", limits, 1, MINUTE_US) == ExceededLimit(Limit.TOKENS, 100_000)
-
-
 def test_a_refund_gives_back_what_has_not_drained() -> None:
     limits, limiter = of_tokens(600), RateLimiter()
     charge = limiter.charge("t", limits, 600, 0)
     limiter.correct(charge, 100, 20_000_000)  # 400 are left of it, 500 of it were not used
     assert limiter.allowance("t", limits, 20_000_000).tokens == RemainingLimit(600, 600, 0)
-
-
-def test_what_others_got_back_counts_as_drained_for_later_ones() -> None:
-    """The first gets its 300 back, so the second's have drained within 30 s: what came since is not its own."""
-    limits, limiter = of_tokens(600), RateLimiter()
-    first, second = limiter.charge("t", limits, 300, 0), limiter.charge("t", limits, 300, 0)
-    limiter.correct(first, 0, 0)
-    limiter.charge("t", limits, 600, 40_000_000)
-    limiter.correct(second, 0, 45_000_000)
-    assert limiter.allowance("t", limits, 45_000_000).tokens == RemainingLimit(600, 50, 55_000_000)
-
-
-def test_more_than_was_estimated_is_charged_at_once_and_has_to_drain() -> None:
-    limits, limiter = of_tokens(600), RateLimiter()
-    charge = limiter.charge("t", limits, 600, 0)
-    limiter.correct(charge, 900, 0)
-    assert limiter.over("t", limits, 600, 0) == ExceededLimit(Limit.TOKENS, 90_000_000)
-    assert limiter.allowance("t", limits, 0).tokens == RemainingLimit(600, 0, 90_000_000)
 
 
 def test_an_absurd_usage_is_bounded() -> None:
@@ -175,29 +148,11 @@ def test_an_absurd_usage_is_bounded() -> None:
 # -- requests, and several at once
 
 
-def test_requests_come_at_once_up_to_the_burst_and_then_at_the_rate() -> None:
-    limits, limiter = Limits(requests_per_minute=60, burst_us=10_000_000), RateLimiter()
-    for _ in range(10):
-        assert limiter.over("t", limits, 1, 0) is None
-        limiter.charge("t", limits, 1, 0)
-    assert limiter.over("t", limits, 1, 0) == ExceededLimit(Limit.REQUESTS, 1_000_000)
-    assert limiter.allowance("t", limits, 500_000).requests == RemainingLimit(60, 0, 9_500_000)
-
-
 def test_the_smallest_burst_still_lets_one_request_through() -> None:
     limits, limiter = Limits(requests_per_minute=3, burst_us=10_000_000), RateLimiter()
     limiter.charge("t", limits, 1, 0)
     assert limiter.over("t", limits, 1, 0) == ExceededLimit(Limit.REQUESTS, 20_000_000)
     assert limiter.over("t", limits, 1, 20_000_000) is None
-
-
-def test_a_request_that_left_stays_counted_and_its_tokens_come_back() -> None:
-    limits, limiter = Limits(requests_per_minute=60, tokens_per_minute=600), RateLimiter()
-    charge = limiter.charge("t", limits, 100, 0)
-    limiter.correct(charge, 0, 0, was_held=False)
-    assert limiter.allowance("t", limits, 0) == RemainingLimits(
-        RemainingLimit(60, 59, 1_000_000), RemainingLimit(600, 600, 0)
-    )
 
 
 def test_as_many_requests_run_at_once_as_all_holders_together_may_have() -> None:
@@ -249,19 +204,7 @@ def test_the_last_of_several_limits_to_free_is_the_one_that_is_reported() -> Non
     assert limiter.over("t", limits, 11, 0) == ExceededLimit(Limit.TOKENS, None), "larger than the bucket: never"
 
 
-def test_nothing_is_charged_for_a_look() -> None:
-    limits, limiter = Limits(requests_per_minute=1, tokens_per_minute=10), RateLimiter()
-    assert [limiter.over("t", limits, 10, 0) for _ in range(5)] == [None] * 5
-
-
 # -- other limits, other tenants, memory
-
-
-def test_tenants_have_allowances_of_their_own() -> None:
-    limits, limiter = of_tokens(600), RateLimiter()
-    limiter.charge("a", limits, 600, 0)
-    assert limiter.over("a", limits, 1, 0) is not None
-    assert limiter.over("b", limits, 600, 0) is None
 
 
 @pytest.mark.parametrize(("after", "left"), [(of_tokens(6000), 5400), (of_tokens(60), 0), (Limits(), None)])

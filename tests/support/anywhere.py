@@ -3,17 +3,104 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+from sidecar.admission.handover import CALL_KEY
 from sidecar.events import Observed
-from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.choices import Mode
+from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.pools import Ask, Pool
-from tests.support.middleware import Recorder, TestedMiddleware
+from tests.support.middleware import CHAT, Recorder, TestedMiddleware, answer, chunk, start
 from tests.support.virtual_time import run_virtually, virtual_now_us
+
+UPLOAD, RESPONSES = "/v1/audio/transcriptions", "/v1/responses"
+POLICY = f"""\
+engine: none
+capacity: {{tokens: 100k, requests: 1}}
+tiers:
+  critical: {{preempt_after: 1ms}}
+  batch: {{preemptible: true, slo: {{ttft: 2s, tpot: 100ms}}, gain: {{weight: 4}}, queue: {{max_wait: 60s}}}}
+max_preemptions: 3
+default_tier: batch
+anonymous: critical
+sources: [header]
+disconnect_grace: 10ms
+background: hold
+endpoints:
+  {CHAT}: {{}}
+  {RESPONSES}: {{}}
+  {UPLOAD}: {{api: generic, tokens: {{base: 1000, per_kilobyte: 1}}}}
+"""
+
+
+def rules(folder: Path) -> Policy:
+    """The policy that all are played under."""
+    file = folder / "policy.yaml"
+    file.write_text(POLICY)
+    return load(file)
+
+
+Step = Callable[[int, "asyncio.Future[Any] | None"], None]
+
+
+@types.coroutine
+def stepped(work: Coroutine[Any, Any, None], at: Step) -> Generator[Any, Any, None]:
+    """Runs a coroutine. Calls `at` at each of its awaits, with the await's number and what it waits for."""
+    number = 0
+    resume: Callable[[], Any] = lambda: work.send(None)  # noqa: E731  # another at each await
+    while True:
+        try:
+            waits_for = resume()
+        except StopIteration:
+            return
+        at(number, waits_for)
+        number += 1
+        try:
+            value = yield waits_for
+        except BaseException as error:  # it is the coroutine's
+            resume = lambda error=error: work.throw(error)  # noqa: E731
+        else:
+            resume = lambda value=value: work.send(value)  # noqa: E731
+
+
+class Engine:
+    """Streams an answer for three seconds. By its plan it fails or refuses after one, or hands the first call back."""
+
+    def __init__(self, plan: str) -> None:
+        self._plan, self._calls = plan, 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._calls += 1
+        message = {"more_body": True}
+        while message.get("more_body", False):
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+        if "handed back" in self._plan and self._calls == 1 and CALL_KEY in scope:
+            scope[CALL_KEY].may_run, scope[CALL_KEY].is_handed_back = False, True
+            return
+        left = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait((left,), timeout=1)
+            if left.done():
+                return
+        finally:
+            left.cancel()
+        if "fails" in self._plan:
+            raise ZeroDivisionError
+        if "refused" in self._plan:
+            await answer(send, b"{}", 503)
+            return
+        await start(send, content_type=b"text/event-stream")
+        for number in range(2):
+            await chunk(send, b'data: {"n": %d}\n\n' % number)
+            await asyncio.sleep(1)
+        await chunk(send, b"", more=False)
 
 
 class World:
@@ -29,8 +116,6 @@ class World:
             app,
             policy=policy,
             pool=self.pool,
-            dialect=policy.engine(policy.carrier),
-            estimator=Estimator(),
             observer=self.recorder,
             observed=self.observed.append,
         )

@@ -29,7 +29,6 @@ from sidecar.events import (
     Settled,
     UnguardedRequest,
 )  # fmt: skip
-from sidecar.lengths.token_estimates import Estimator
 from sidecar.middleware import serve_scope
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
@@ -277,7 +276,10 @@ async def answer(send: Any, body: bytes, status: int = 200) -> None:
 
 
 class TestedMiddleware(AdmissionController):
-    """A controller that is its own ASGI app, for tests that need nothing of what `AdmissionMiddleware` adds."""
+    """A controller that is its own ASGI app, for tests that need nothing of what `AdmissionMiddleware` adds.
+
+    Its engine's dialect is the policy's, and nothing is learned yet, where a test names no other.
+    """
 
     __test__ = False
 
@@ -323,11 +325,9 @@ class Guarded:
     def __init__(self, app: Any, policy: Policy) -> None:
         self.recorder = Recorder()
         self.pool = Pool(policy)
-        dialect = policy.engine(policy.carrier)
         self.sidecar = TestedMiddleware(
-            app, policy=policy, pool=self.pool, dialect=dialect, estimator=Estimator(), observer=self.recorder,
-            is_proxied=isinstance(app, EngineProxy),
-        )  # fmt: skip
+            app, policy=policy, pool=self.pool, observer=self.recorder, is_proxied=isinstance(app, EngineProxy)
+        )
         self.served: Served | None = None
 
     @property

@@ -15,11 +15,11 @@ def now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-async def until(condition: Callable[[], object], within_s: float = 60.0) -> float:
-    """Waits for it. Returns how long that took, in seconds."""
+async def until(condition: Callable[[], object], within_s: float = 60.0, what: str = "") -> float:
+    """Waits for it. Returns how long that took, in seconds; fails after `within_s`."""
     began_s = time.monotonic()
     while not condition():
-        assert time.monotonic() - began_s < within_s, condition
+        assert time.monotonic() - began_s < within_s, what or condition
         await asyncio.sleep(0.002)
     return time.monotonic() - began_s
 

@@ -156,24 +156,3 @@ async def test_a_victim_is_reported_alike_by_every_listener(tmp_path: Any) -> No
     assert str((starved.attributes or {})["admission.explanation"]) in story.conclusion
     assert admission.attributes["admission.explanation"] == (starved.attributes or {})["admission.explanation"]
     assert sidecar.metrics.held() == {}
-
-
-async def test_a_victim_that_runs_out_of_time_is_settled_with_its_whole_wait(tmp_path: Any) -> None:
-    async with watched(tmp_path) as sidecar:
-        victim = await sidecar.sends("batch", "victim", "x-admission-max-wait: 150ms")
-        important = await sidecar.sends("critical", "important")
-        await sidecar.until("important", "running")
-        assert (await victim).status == 503
-        sidecar.engine.may_end["critical"].set()
-        await important
-    story = sidecar.story("victim")
-    assert (story.state, story.refused.code) == ("refused", "queue_timeout")
-    assert "; then refused with 503 queue_timeout: no room came free for tier batch" in story.conclusion
-    assert story.wait.starvation_s > 0  # though no one had overtaken it when it was admitted first
-    measuring = sidecar.measuring
-    assert measuring.values("admission.admitted") == {BATCH: 1, ("default", "critical"): 1}
-    assert measuring.values("admission.refused") == measuring.values("admission.abandoned") == {}
-    assert measuring.sums("admission.queue_wait")[("refused", *BATCH)] == (1, pytest.approx(story.wait.queue_wait_s))
-    assert measuring.sums("admission.starvation")[("refused", *BATCH)] == (1, pytest.approx(story.wait.starvation_s))
-    assert [record.request_id for record in sidecar.journal.refusals(5)] == ["victim"]
-    assert sidecar.metrics.held() == {}

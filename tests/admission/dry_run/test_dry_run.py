@@ -196,19 +196,6 @@ async def test_a_client_that_hangs_up_is_noticed_by_the_app_as_ever(has_begun: b
     assert story.one(Settled).outcome is Outcome.CLIENT_LEFT
 
 
-async def test_what_the_app_raises_reaches_the_server() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            await whole_body(receive)
-            raise RuntimeError("the app's own")
-
-    async with observing(app, lifespan="off") as sidecar:
-        assert (await exchange(sidecar.port, post(CHAT, SMALL))).startswith(b"HTTP/1.1 500")
-        await sidecar.until_found(1)
-    (story,) = sidecar.recorder.stories
-    assert (story.one(Settled).outcome, story.one(Settled).error) == (Outcome.FAILED, "RuntimeError")
-
-
 async def test_an_app_that_answers_before_it_has_read_leaves_it_unknown() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":

@@ -8,47 +8,27 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sidecar.admission.dry_run.shadow import ShadowRequest
 from sidecar.events import Settled
 from sidecar.policy.choices import Mode
-from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
-from tests.admission.test_broken_off_anywhere import POLICY, UPLOAD, stepped
-from tests.support.anywhere import World, all_pass, at_every_await, enforces, is_canceled
-from tests.support.middleware import CHAT, Caller, answer, chat, chunk, start, whole_body
+from tests.support.anywhere import (
+    UPLOAD,
+    Engine,
+    World,
+    all_pass,
+    at_every_await,
+    enforces,
+    is_canceled,
+    rules,
+    stepped,
+)
+from tests.support.middleware import CHAT, Caller, chat
 
 PLANS = ["as it comes", "waits", "preempted", "upload", "waits, upload", "fails", "waits, fails", "refused, waits"]
-
-
-class Engine:
-    """Streams an answer of three seconds, fails after one, or refuses."""
-
-    def __init__(self, plan: str) -> None:
-        self._plan = plan
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await whole_body(receive)
-        left = asyncio.ensure_future(receive())
-        try:
-            await asyncio.wait((left,), timeout=1)
-            if left.done():
-                return
-        finally:
-            left.cancel()
-        if "fails" in self._plan:
-            raise ZeroDivisionError
-        if "refused" in self._plan:
-            await answer(send, b"{}", 503)
-            return
-        await start(send, content_type=b"text/event-stream")
-        for number in range(2):
-            await chunk(send, b'data: {"n": %d}\n\n' % number)
-            await asyncio.sleep(1)
-        await chunk(send, b"", more=False)
 
 
 class Observing(World):
@@ -93,13 +73,6 @@ class Observing(World):
 RUN = ShadowRequest.run
 
 
-@pytest.fixture
-def policy(tmp_path: Path) -> Policy:
-    file = tmp_path / "policy.yaml"
-    file.write_text(POLICY)
-    return load(file)
-
-
 @pytest.fixture(autouse=True)
 def unstepped() -> Iterator[None]:
     yield
@@ -123,11 +96,9 @@ def stops(world: Observing) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("happens", [is_canceled, leaves, enforces, all_pass, reloads, stops])
 def test_whatever_happens_at_any_await_it_passes_and_nothing_is_left(
-    part: str,
-    plan: str,
-    happens: Callable[[Observing], None],
-    policy: Policy,
+    part: str, plan: str, happens: Callable[[Observing], None], tmp_path: Path
 ) -> None:
+    policy = rules(tmp_path)
     for world in at_every_await(lambda: Observing(plan, policy, part), happens):
         if happens in (is_canceled, leaves):
             assert world.task.cancelled() or isinstance(

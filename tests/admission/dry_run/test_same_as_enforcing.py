@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from sidecar.events import Admitted, Observed, Preempted, Refused, Risen
-from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy import compiler
 from sidecar.policy.choices import Mode
 from sidecar.policy.model import Policy
@@ -113,8 +112,6 @@ async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | No
         Engine(),
         policy=with_policy,
         pool=Pool(with_policy, virtual_now_us),
-        dialect=with_policy.engine(with_policy.carrier),
-        estimator=Estimator(),
         observer=recorder,
         observed=found.append,
     )

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,14 @@ import pytest
 from benchmarks import observe
 from sidecar.cluster.doubts import doubts
 from sidecar.engines import ENGINES
-from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy import compiler
 from sidecar.policy.model import Policy
-from sidecar.pools import Pool
-from sidecar.telemetry.dry_run import DryRunStats, added_up
+from sidecar.telemetry.dry_run import added_up
 from sidecar.tools.emulator import Emulator, EmulatorConfig, Scheduling, StepModel
 from sidecar.tools.loadgen import Planned
-from tests.support.middleware import Caller, TestedMiddleware, monitor
-from tests.support.virtual_time import run_virtually, virtual_now_us
+from tests.admission.dry_run.played import Played
+from tests.support.middleware import Caller
+from tests.support.virtual_time import run_virtually
 
 LOADS = {load.name: load for load in observe.LOADS}
 
@@ -61,61 +60,19 @@ def engine_of(load: observe.Load) -> Emulator:
     return Emulator(config)
 
 
-class Played:
-    """A load played to one controller. `answers` are status and headers, in the order of the plan."""
-
-    def __init__(self, load: observe.Load, policy: Policy) -> None:
-        self.pool = Pool(policy, virtual_now_us)
-        self.sidecar = TestedMiddleware(
-            engine_of(load).app,
-            policy=policy,
-            pool=self.pool,
-            dialect=policy.engine(policy.carrier),
-            estimator=Estimator(),
-            observer=None,
-        )
-        names = [tier.name for tier in policy.tiers]
-        self.stats = DryRunStats(
-            lambda: 0.0,
-            self.sidecar.shadows.waiting,
-            lambda: {names[level]: holds for level, holds in self.sidecar.engine_times.counted().items()},
-        )
-        self.stats.begin(policy.generation, 0)
-        monitor(self.sidecar, observed=self.stats.note)
-        self.ended: dict[int, asyncio.Event] = {}
-
-    async def play(self, plan: Sequence[Planned]) -> list[tuple[Planned, Caller]]:
-        self.ended = {number: asyncio.Event() for number in range(len(plan))}
-        callers = await asyncio.gather(*(self._one(number, planned) for number, planned in enumerate(plan)))
-        await asyncio.sleep(200)  # shadows outlive their requests
-        return list(zip(plan, callers, strict=True))
-
-    async def _one(self, number: int, planned: Planned) -> Caller:
-        if planned.after is None:
-            await asyncio.sleep(planned.at_s)
-        else:
-            await self.ended[planned.after].wait()
-        headers = [(name.encode(), value.encode()) for name, value in planned.headers.items()]
-        caller = Caller(self.sidecar, planned.body, headers=headers)
-        await caller.run()
-        self.ended[number].set()
-        return caller
-
-
 def lines_of(load: observe.Load, seed: str, folder: Path) -> list[observe.Line]:
     """Both runs of a load: what was predicted and what came."""
     plan = load.plan(random.Random(seed))
 
     async def both() -> tuple[Played, list[tuple[Planned, Caller]]]:
-        observing = Played(load, policy_of(load, "observe", folder / "observe"))
-        enforcing = Played(load, policy_of(load, "enforce", folder / "enforce"))
+        observing = Played(policy_of(load, "observe", folder / "observe"), engine_of(load))
+        enforcing = Played(policy_of(load, "enforce", folder / "enforce"), engine_of(load))
         _, answers = await asyncio.gather(observing.play(plan), enforcing.play(plan))
         return observing, answers
 
     observing, answers = run_virtually(both())
     read = observing.stats.read(20)
     assert read is not None
-    assert len(observing.sidecar.shadows) == 0
     real: dict[str, list[tuple[int, float]]] = {}
     for planned, caller in answers:
         headers = dict(caller.sent[0]["headers"])
