@@ -25,6 +25,8 @@ import pytest
 import sidecar
 from sidecar.cli import main
 from sidecar.policy.compiler import load
+from tests.examples.command_lines import named_files, shell_lines
+from tests.support.each import each
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -103,6 +105,12 @@ def address(process: subprocess.Popen[str]) -> str:
             threading.Thread(target=process.stdout.read, daemon=True).start()
             return found[1]
     raise AssertionError("".join(said))
+
+
+@each("page", sorted(EXAMPLES.glob("*/README.md")), ids=str)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    named = [path for line in shell_lines(page) for path in named_files(re.sub(r"--[-a-z]+=", "", line))]
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.long

@@ -99,17 +99,3 @@ async def test_the_stream_says_what_is_stored_and_removed() -> None:
         later = await changes(stream, 5)
         assert [kind for kind, *_ in later] == ["removed", "removed", "stored", "stored", "stored"]
         assert [change[1] for change in later[:2]] == [second[1], first[1]]
-
-
-async def test_what_is_hit_again_is_no_event() -> None:
-    async with with_pages(VLLM, prefix_cache=True) as client, followed(client) as stream:
-        for prompt in (list(range(33)), list(range(33)), list(range(16)) + [7] * 17):
-            await client.post("completions", prompt=prompt, max_tokens=1)
-        found = await changes(stream, 3)
-    assert [change[0] for change in found] == ["stored"] * 3
-    assert found[2][2] == found[0][1]
-
-
-async def test_an_engine_without_a_prefix_cache_has_no_events() -> None:
-    async with with_pages(VLLM) as client:
-        assert (await client.get("/_emulator/kv_events"))[0] == 404

@@ -23,7 +23,7 @@ from sidecar.policy.store import store_address
 from sidecar.pools.calls import TierHeld
 from sidecar.tools.demo import runs as demo_runs
 from sidecar.tools.demo.figures import RunMeasurement
-from tests.support.in_process import ran
+from tests.support.in_process import complaint, output, ran
 from tests.support.redis_servers import RedisServer, first_binary, free_port
 from tests.tools.demo.figures import run_figures, three
 
@@ -50,7 +50,6 @@ class Live:
 
     def page(self) -> str:
         """The address in its first line."""
-        assert self.process.stdout is not None
         first = self.process.stdout.readline()
         found = re.fullmatch(r"Live page of the third run, while the demo runs: (http://127\.0\.0\.1:\d+/)\n", first)
         assert found, first
@@ -175,10 +174,10 @@ def test_twelve_seconds_of_the_other_scene_show_an_slo_that_is_held(tmp_path: Pa
     assert "hold: 97%" in ended.stdout
 
 
-def test_the_other_scene_has_no_replicas(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["demo", "--slo", "--store", "redis://127.0.0.1:6379/0"])
-    assert "argument --slo: its servers share nothing" in capsys.readouterr().err
+def test_the_other_scene_has_no_replicas() -> None:
+    assert "argument --slo: its servers share nothing" in complaint(
+        "demo", "--slo", "--store", "redis://127.0.0.1:6379/0", code=2
+    )
 
 
 def test_a_store_that_does_not_answer_is_said_in_one_line_before_anything_runs() -> None:
@@ -231,12 +230,9 @@ def test_without_a_page_none_is_named(no_servers: Callable[[Play], None]) -> Non
     assert "page" not in ended.stdout + ended.stderr
 
 
-def test_a_failed_request_is_a_failed_demo(
-    no_servers: Callable[[Play], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_request_is_a_failed_demo(no_servers: Callable[[Play], None]) -> None:
     no_servers(lambda run, *_: run_figures(run.name, failed=1))
-    assert main(["demo"]) == 1
-    assert "1 failed" in capsys.readouterr().out
+    assert "1 failed" in output("demo", code=1)
 
 
 def test_every_run_gets_the_same_arrivals(no_servers: Callable[[Play], None]) -> None:
@@ -252,28 +248,21 @@ def test_every_run_gets_the_same_arrivals(no_servers: Callable[[Play], None]) ->
     assert played[0][1] == played[1][1] == played[2][1]
 
 
-def test_a_store_alone_means_one_replica(
-    no_servers: Callable[[Play], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_alone_means_one_replica(no_servers: Callable[[Play], None]) -> None:
     no_servers(figures_of)
-    assert main(["demo", "--store", "redis://:opensesame@127.0.0.1"]) == 0
-    said = capsys.readouterr().out
+    said = output("demo", "--store", "redis://:opensesame@127.0.0.1")
     assert "admission, 1 replica through redis://:***@127.0.0.1:6379/0  (util" in said
     assert "opensesame" not in said
 
 
-def test_replicas_without_a_store_read_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["demo", "--replicas", "3"])
-    assert "add --store redis://127.0.0.1:6379/0" in capsys.readouterr().err
+def test_replicas_without_a_store_read_what_to_write() -> None:
+    assert "add --store redis://127.0.0.1:6379/0" in complaint("demo", "--replicas", "3", code=2)
 
 
 @pytest.mark.parametrize("store", ["127.0.0.1:6379", "http://127.0.0.1", "redis://:open@sesame@127.0.0.1", ""])
-def test_a_store_address_that_cannot_be_read_is_said_so(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_address_that_cannot_be_read_is_said_so(store: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as mistake:
         store_address(store)
-    with pytest.raises(SystemExit, match="2"):
-        main(["demo", "--replicas", "3", f"--store={store}"])
-    said = capsys.readouterr().err
+    said = complaint("demo", "--replicas", "3", f"--store={store}", code=2)
     assert said.splitlines()[-1] == f"sidecar demo: error: argument --store: {mistake.value}"
     assert "sesame" not in said

@@ -122,12 +122,10 @@ def test_replicas_end_too(after: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_page_that_is_open_does_not_hold_it_up() -> None:
     with demo("--seconds", "3") as (process, mark):
-        assert process.stdout is not None
         address = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
         assert address
         reading: Sequence[str] = ["curl", "-sN", f"{address[0]}/overview/stream"]
         with subprocess.Popen(reading, stdout=subprocess.PIPE) as page:
-            assert page.stdout is not None
             assert page.stdout.readline()
             awaits(process, r"control.* 0\.0 s")
             assert len(marked(mark)) == 4

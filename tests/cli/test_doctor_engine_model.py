@@ -30,7 +30,7 @@ from sidecar.tools.loadgen import Seen, play
 from sidecar.tools.simulate.model_fit import fit, predicted
 from sidecar.tools.step_model.model import EngineModel, load_model
 from tests.support.commands import address, command
-from tests.support.in_process import emulated_engine, ran
+from tests.support.in_process import complaint, emulated_engine, ran
 from tests.support.serving import serving
 from tests.tools.doctor.between import Edit, between, drops_member
 from tests.tools.emulator.emulated import VLLM, emulated
@@ -145,12 +145,8 @@ def test_simulate_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--upstream", "http://e", "--json", "engine.yaml"], "write to the same file: give two"),
     ],
 )
-def test_arguments_that_do_not_go_together_are_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", "--engine-model", "engine.yaml", *arguments])
-    assert said in capsys.readouterr().err
+def test_arguments_that_do_not_go_together_are_refused(arguments: list[str], said: str) -> None:
+    assert said in complaint("doctor", "--engine-model", "engine.yaml", *arguments, code=2)
 
 
 @pytest.mark.parametrize(
@@ -160,11 +156,8 @@ def test_arguments_that_do_not_go_together_are_refused(
         ("llama-3.1-8b-h100", "llama-3.1-8b-h100 is the name of a model that ships"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_found_out_before_anything_is_sent(
-    file: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", "--upstream", "http://127.0.0.1:9", "--engine-model", file]) == 2
-    assert said in capsys.readouterr().err
+def test_a_file_that_cannot_be_used_is_found_out_before_anything_is_sent(file: str, said: str) -> None:
+    assert said in complaint("doctor", "--upstream", "http://127.0.0.1:9", "--engine-model", file, code=2)
 
 
 def test_a_probe_that_fails_leaves_no_file_and_keeps_one_that_was_there(

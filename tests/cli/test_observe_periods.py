@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from tests.cluster.replicas import CHAT, POLICY, Replica, replicas
 from tests.support.browser import browser
 from tests.support.devtools import headless, tab
+from tests.support.redis_servers import until
 
 OBSERVING = POLICY.replace("engine: vllm", "engine: vllm\nmode: observe")
 REQUESTS, ROOM = 24, 4
@@ -30,16 +30,9 @@ def read(sidecar: Replica, page: str) -> Any:
         return json.load(answer)
 
 
-def until(is_so: Callable[[], Any]) -> None:
-    end_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
-
-
 def change(sidecar: Replica, folder: Path, policy: str, mode: str) -> None:
     (folder / "policy.yaml").write_text(policy)
-    until(lambda: read(sidecar, "state")["mode"] == mode)
+    until(lambda: read(sidecar, "state")["mode"] == mode, f"it is in mode {mode}")
 
 
 def send(sidecar: Replica, count: int, tokens: int) -> None:
@@ -108,7 +101,7 @@ def test_no_figure_of_one_period_is_in_another(tmp_path: Path) -> None:
         assert (again["total"]["requests"], again["undecided"]) == (0, 0)
         assert again["since_s"] > ended["until_s"]
         send(sidecar, 3, tokens=5)
-        until(lambda: read(sidecar, "observed")["total"]["requests"] == 3)
+        until(lambda: read(sidecar, "observed")["total"]["requests"] == 3, "three were observed")
         assert "1 replica observes" in observed(sidecar)
 
 

@@ -20,6 +20,7 @@ from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
 from sidecar.tools.step_model.model import load_model, shipped
 from sidecar.tools.step_model.queue import KeyQueue
+from tests.support.in_process import complaint, output
 
 POLICY = """\
 engine: vllm
@@ -63,10 +64,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def simulate(folder: Path, *more: str) -> Any:
+    return simulated(folder, *more)[0]
+
+
+def simulated(folder: Path, *more: str) -> tuple[Any, str]:
+    """The figures, and what is printed beside them."""
     target = folder / "figures.json"
-    args = [str(folder / "trace.jsonl"), "--policy", str(folder / "now"), "--engine-model", str(folder / "model.yaml")]
-    assert main(["simulate", *args, "--mix", "high=30,batch=70", "--json", str(target), *more]) == 0
-    return json.loads(target.read_text())
+    args = (folder / "trace.jsonl", "--policy", folder / "now", "--engine-model", folder / "model.yaml")
+    out = output("simulate", *args, "--mix", "high=30,batch=70", "--json", target, *more)
+    return json.loads(target.read_text()), out
 
 
 @pytest.mark.parametrize("engines", [1, 3])
@@ -134,7 +140,6 @@ def test_gain_and_objectives_are_those_of_a_literal_computation(folder: Path, na
     earned = attainable = met = 0
     for one in run.offered:
         objective = objectives[one.tier]
-        assert objective is not None
         attainable += objective.weight * one.output
         if one.refusal is not None:
             assert not one.stretches
@@ -217,11 +222,11 @@ def test_the_highest_rates_are_found(folder: Path) -> None:
     assert attained(scale) >= 0.9 > attained(scale * 1.5)
 
 
-def test_a_rate_that_nothing_bounds_is_said_to_be_at_least_that(folder: Path, capsys: Any) -> None:
+def test_a_rate_that_nothing_bounds_is_said_to_be_at_least_that(folder: Path) -> None:
     (folder / "trace.jsonl").write_text(json.dumps({"timestamp": 0, "input_length": 9, "output_length": 2}))
-    rates = simulate(folder, "--find-rate", "--seeds", "1")["rates"]
-    assert [(one["scale"], one["is_bound"]) for one in rates] == [(1024.0, True)] * 2
-    assert "at least 1024.00" in capsys.readouterr().out
+    found, out = simulated(folder, "--find-rate", "--seeds", "1")
+    assert [(one["scale"], one["is_bound"]) for one in found["rates"]] == [(1024.0, True)] * 2
+    assert "at least 1024.00" in out
 
 
 @pytest.mark.parametrize("engines", ["1", "2"])
@@ -249,13 +254,14 @@ def test_the_report_names_every_policy_and_loads_nothing(folder: Path) -> None:
     assert "<script" not in page
 
 
-def test_tiers_without_objectives_are_measured_by_their_waits(folder: Path, capsys: Any) -> None:
+def test_tiers_without_objectives_are_measured_by_their_waits(folder: Path) -> None:
     text = POLICY.replace("slo: {ttft: 2s, tpot: 100ms}, QUEUE", "limit: 90%")
     (folder / "now" / "policy.yaml").write_text(text)
-    found = simulate(folder, "--seeds", "1")["runs"][0]["tiers"]["batch"]
-    assert (found["slo"], found["tdg"]) == (None, None)
-    assert found["queue_wait_s"]["max"] is not None
-    assert "batch without `slo: {ttft, tpot}`" in capsys.readouterr().out
+    found, out = simulated(folder, "--seeds", "1")
+    batch = found["runs"][0]["tiers"]["batch"]
+    assert (batch["slo"], batch["tdg"]) == (None, None)
+    assert batch["queue_wait_s"]["max"] is not None
+    assert "batch without `slo: {ttft, tpot}`" in out
 
 
 def test_the_baselines_order_the_engines_queue_as_they_say(folder: Path) -> None:
@@ -280,10 +286,10 @@ def test_the_routers_send_requests_to_engines_that_are_first_come_first_served(f
 
 
 @pytest.mark.parametrize("engines", ["1", "2"])
-def test_clients_without_a_first_token_leave_when_their_patience_ends(folder: Path, capsys: Any, engines: str) -> None:
+def test_clients_without_a_first_token_leave_when_their_patience_ends(folder: Path, engines: str) -> None:
     more = ("--seeds", "1", "--baselines", "--scale", "8", "--engines", engines)
-    found, patient = simulate(folder, "--patience", "0.7", *more), simulate(folder, *more)
-    assert "clients leave after 0.7 s without a first token" in capsys.readouterr().out
+    (found, out), patient = simulated(folder, "--patience", "0.7", *more), simulate(folder, *more)
+    assert "clients leave after 0.7 s without a first token" in out
     assert found == simulate(folder, "--patience", "0.7", *more)
     for one, other in zip(found["runs"], patient["runs"], strict=True):
         tiers = one["tiers"].values()
@@ -296,13 +302,12 @@ def test_clients_without_a_first_token_leave_when_their_patience_ends(folder: Pa
         assert one["tokens_per_s"] > 0
 
 
-def test_a_rate_needs_an_objective(folder: Path, capsys: Any) -> None:
+def test_a_rate_needs_an_objective(folder: Path) -> None:
     bare = POLICY.replace("QUEUE", "limit: 90%").replace(", slo: {ttft: 500ms, tpot: 30ms}, gain: {weight: 4}", "")
     bare = bare.replace("slo: {ttft: 2s, tpot: 100ms}, ", "")
     (folder / "now" / "policy.yaml").write_text(bare)
     args = [str(folder / "trace.jsonl"), "--policy", str(folder / "now"), "--find-rate"]
-    assert main(["simulate", *args]) == 2
-    assert "no tier of now has `slo` with both ttft and tpot" in capsys.readouterr().err
+    assert "no tier of now has `slo` with both ttft and tpot" in complaint("simulate", *args, code=2)
 
 
 BAD = [
@@ -326,15 +331,10 @@ BAD = [
 
 @pytest.mark.parametrize(("args", "said"), BAD)
 def test_bad_input_is_said_in_a_sentence(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, args: list[str], said: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], said: str
 ) -> None:
     monkeypatch.chdir(folder)
-    try:
-        code = main(["simulate", *args, "--policy", "now"])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    assert code == 2
-    assert said in capsys.readouterr().err
+    assert said in complaint("simulate", *args, "--policy", "now", code=2)
 
 
 def test_every_model_that_ships_can_be_used() -> None:
@@ -366,10 +366,9 @@ def test_policies_are_arguments_wherever_they_stand(folder: Path, monkeypatch: p
     assert main(["simulate", trace, *rest]) == 2
 
 
-def test_keys_that_no_run_uses_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    simulate(folder, "--seeds", "1")
+def test_keys_that_no_run_uses_are_named(folder: Path) -> None:
     unused = "engine, capacity.tokens, capacity.requests, default_tier, anonymous, endpoints"
-    assert f"\nnow: no run uses {unused}\n" in capsys.readouterr().out
+    assert f"\nnow: no run uses {unused}\n" in simulated(folder, "--seeds", "1")[1]
 
 
 @pytest.mark.parametrize(
@@ -390,25 +389,23 @@ def test_keys_that_no_run_uses_are_named(folder: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_two_policies_that_never_differ_are_said_to_and_why(
-    folder: Path, changed: tuple[str, str], more: tuple[str, ...], why: str | None, capsys: pytest.CaptureFixture[str]
+    folder: Path, changed: tuple[str, str], more: tuple[str, ...], why: str | None
 ) -> None:
     text = (folder / "planned" / "policy.yaml").read_text()
     for name in ("other", "now"):
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "policy.yaml").write_text(text.replace(*changed) if name == "other" else text)
-    simulate(folder, "--policy", str(folder / "other"), "--seeds", "2", *more)
-    out = capsys.readouterr().out
+    _, out = simulated(folder, "--policy", str(folder / "other"), "--seeds", "2", *more)
     assert ("never differ" in out) == (why is not None)
     assert why is None or f"\nnow and other never differ: {why}" in out
 
 
-def test_a_tier_that_is_held_to_its_slo_has_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tier_that_is_held_to_its_slo_has_a_table(folder: Path) -> None:
     held = (folder / "planned" / "policy.yaml").read_text().replace("tpot: 30ms", "tpot: 30ms, hold: 95%")
     (folder / "now" / "policy.yaml").write_text(held)
     page = folder / "report.html"
-    first, _, other, _ = simulate(folder, "--policy", str(folder / "planned"), "--seeds", "2", "--report", str(page))[
-        "runs"
-    ]
+    found, out = simulated(folder, "--policy", str(folder / "planned"), "--seeds", "2", "--report", str(page))
+    first, _, other, _ = found["runs"]
     assert other["guarded"] == {}
     assert list(first["guarded"]) == ["high"]
     high = first["guarded"]["high"]
@@ -416,10 +413,9 @@ def test_a_tier_that_is_held_to_its_slo_has_a_table(folder: Path, capsys: pytest
     assert 0 < high["share_least"] <= high["share_mean"] <= 1
     assert high["tokens_below"] == first["tiers"]["batch"]["tokens"]
     assert 0 <= high["met"] <= 1
-    row = next(line for line in capsys.readouterr().out.splitlines() if "95.0%" in line)
+    row = next(line for line in out.splitlines() if "95.0%" in line)
     assert row.split()[:3] == ["now", "high", "95.0%"]
     assert row.endswith("of 2")
     assert "Tiers that are held to their SLO" in page.read_text()
     (folder / "now" / "policy.yaml").write_text((folder / "planned" / "policy.yaml").read_text())
-    simulate(folder, "--seeds", "1", "--report", str(page))
-    assert "others fill" not in capsys.readouterr().out + page.read_text()
+    assert "others fill" not in simulated(folder, "--seeds", "1", "--report", str(page))[1] + page.read_text()

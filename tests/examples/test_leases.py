@@ -123,7 +123,6 @@ def test_a_celery_worker_and_http_traffic_share_one_pool(
             [sys.executable, "-c", SEND], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
         )
         with sending:
-            assert sending.stdout is not None
             first = sending.stdout.readline()
             assert first.strip(), log.read_text()
             waits = [int(chat(url, 5)["x-admission-wait-ms"]) for _ in range(3)]

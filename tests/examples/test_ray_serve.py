@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.redis_servers import RedisServer, first_binary, until
+from tests.support.redis_servers import RedisServer, first_binary, free_port, until
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ray_serve"
@@ -37,12 +37,6 @@ class Deployment:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

@@ -52,7 +52,6 @@ async def test_the_pools_of_all_models_use_the_same_keys_of_the_issuer(tmp_path:
             for model in ("one", "two"):
                 assert await _asked(served.url, issuer.token(), model) == (200, "normal")
         assert all(one.identities is front.identities for one in front.controllers.values())
-        assert front.identities.keys is not None
         front.identities.keys.failure = "answered 500"
         assert [notice for notice in front.notices() if "answered 500" in notice] == [front.identities.keys.problem()]
     assert issuer.fetches == 1

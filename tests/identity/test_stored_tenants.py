@@ -17,7 +17,6 @@ from hypothesis import strategies as some
 from sidecar import AdmissionMiddleware
 from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access
-from sidecar.cli import main
 from sidecar.composition.stores import new_records
 from sidecar.errors import TenantsUnavailable
 from sidecar.policy.choices import StoredTenants
@@ -26,6 +25,7 @@ from sidecar.policy.stored_tenants import InvalidTenant, read_record, with_store
 from sidecar.tenants import registry
 from sidecar.tenants.registry import StoredTenantsRegistry
 from tests.support.each import each
+from tests.support.in_process import complaint
 from tests.support.middleware import App, key, policy, write_policy
 from tests.support.redis_servers import RedisServer
 from tests.support.serving import serving
@@ -401,9 +401,8 @@ async def test_the_command_from_nothing(tmp_path: Path, store: RedisServer, caps
         (["remove"], "remove needs the tenant's name"),
     ],
 )
-def test_a_wrong_command_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tenants", *words]) == 2
-    assert said in capsys.readouterr().err
+def test_a_wrong_command_line(words: list[str], said: str) -> None:
+    assert said in complaint("tenants", *words, code=2)
 
 
 async def test_without_stored_tenants_the_pages_say_how_to_have_them(tmp_path: Path, store: RedisServer) -> None:

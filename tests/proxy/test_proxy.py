@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.support.each import each
 from tests.support.engine import OK, Connection, RawEngine, Script, answering, raw_engine
+from tests.support.redis_servers import free_port
 from tests.support.serving import Served, serving
 from tests.support.wire import connected, exchange, get, post
 
@@ -48,13 +48,6 @@ async def proxied(script: Script, base: str = "", **settings: float) -> AsyncIte
 
 async def until_seen(reader: asyncio.StreamReader, wanted: bytes) -> bytes:
     return await asyncio.wait_for(reader.readuntil(wanted), 60)
-
-
-def free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port: int = unused.getsockname()[1]
-        return port
 
 
 # What passes

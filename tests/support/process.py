@@ -32,7 +32,6 @@ class Running:
 
     async def errors(self) -> str:
         """Its standard error, to the end."""
-        assert self._process.stderr is not None
         return (await asyncio.wait_for(self._process.stderr.read(), WITHIN_S)).decode()
 
     def signal(self, number: signal.Signals) -> None:

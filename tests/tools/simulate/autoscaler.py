@@ -66,7 +66,6 @@ class Autoscaler:
     """The engines of one run: `changes` has when there were how many, those that start included."""
 
     def __init__(self, scaling: Scaling, policy: Policy, stage: SimulatedEngines) -> None:
-        assert policy.engines is not None
         self.admission = ProductAdmission(policy, stage)
         self.changes = [(0, scaling.least)]
         self._scaling, self._stage, self._prefill = scaling, stage, policy.engines.prefill
