@@ -97,7 +97,6 @@ def running(example: str, **settings: str) -> Iterator[str]:
 
 def address(process: subprocess.Popen[str]) -> str:
     """Where uvicorn says that it listens. Fails with all that it said instead."""
-    assert process.stdout is not None
     said: list[str] = []
     for line in process.stdout:
         said.append(line)

@@ -263,7 +263,6 @@ def test_a_pool_whose_loop_has_ended_is_sampled_where_it_is(tmp_path: Path) -> N
     asyncio.run(live())
     sample = sampler()
 
-    assert sample is not None
     assert [it.tier for _, it in sample if isinstance(it, TierShare)] == ["high", "batch"]
     (pool,) = [it for _, it in sample if isinstance(it, PoolFigures)]
     assert (pool.replicas, pool.generation) == (None, policy.generation)

@@ -29,8 +29,7 @@ def checked(folder: Path, text: str) -> str:
 
 
 def figures(folder: Path, text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(output("check", pool(folder, POLICY + text), "--json", "-"))
-    return found
+    return json.loads(output("check", pool(folder, POLICY + text), "--json", "-"))
 
 
 def test_mounted_engines_have_no_addresses(tmp_path: Path) -> None:

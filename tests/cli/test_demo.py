@@ -58,8 +58,7 @@ class Live:
     def overview(self, page: str) -> dict[str, Any]:
         """What the page shows."""
         with urllib.request.urlopen(f"{page}overview") as response:
-            found: dict[str, Any] = json.load(response)
-            return found
+            return json.load(response)
 
     def until(self, page: str, holds: Callable[[dict[str, Any]], bool]) -> None:
         """Waits until the page shows something that `holds`."""

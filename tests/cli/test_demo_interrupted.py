@@ -65,7 +65,6 @@ def ends(process: subprocess.Popen[str], mark: str, number: signal.Signals) -> t
 
 def awaits(process: subprocess.Popen[str], errors: str) -> None:
     """Reads its standard error up to a line like that."""
-    assert process.stderr is not None
     while line := process.stderr.readline():
         if re.search(errors, line):
             return

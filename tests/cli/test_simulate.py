@@ -14,7 +14,7 @@ from sidecar.policy.compiler import load as load_policy
 from sidecar.tools.replay.trace import read_trace
 from sidecar.tools.simulate.baselines import ROUTERS, names
 from sidecar.tools.simulate.figures import judged, result
-from sidecar.tools.simulate.load import Assign, Request, load
+from sidecar.tools.simulate.load import Assign, load
 from sidecar.tools.simulate.play import ABANDONED, Played, SimulatedEngines, play
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
@@ -176,7 +176,6 @@ def test_a_client_that_left_holds_nothing_in_the_pool_or_an_engine(folder: Path)
     assert {one.engine is None for one in left} == {True, False}, "some in the pool, some in an engine"
     for one in left:
         assert one.first_us is None
-        assert one.end_us is not None
         assert 300_000 <= one.end_us - one.at_us <= 350_000, "when its patience ends, or with the step that runs"
         assert not one.stretches
     assert all(engine.cache.held_tokens == 0 and not len(engine) for engine in run.engines)
@@ -200,7 +199,6 @@ def test_a_row_of_hash_ids_shares_its_prefix(folder: Path) -> None:
     (folder / "shared.jsonl").write_text("\n".join(map(json.dumps, rows)))
     trace = read_trace(str(folder / "shared.jsonl"))
     first, second, third, *_ = load(trace, ["high"], None, by=Assign.REQUEST, scale=1.0, block_tokens=16, seed=1)
-    assert isinstance(first, Request)
     assert list(first.blocks) == list(third.blocks)
     assert list(first.blocks[:32]) == list(second.blocks[:32])
     assert first.blocks[32] != second.blocks[32]

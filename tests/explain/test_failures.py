@@ -40,9 +40,7 @@ def reported(*events: Event, now_s: float = 60, ahead: bool = False) -> Explanat
         other = begin(journal, Received(5 * SECOND, 10**18, "POST", "/", [], "important"), None)
         other(Classified(5 * SECOND, "high", "acme", "key", None, "chat", "m", 1, False, 9, 1))
         other(Admitted(5 * SECOND, 0, 0, None, {}, 0, None, {"batch": "level"}))
-    story = ExplanationBuilder(journal, lambda: ("high", "batch"), "lab", is_shared=False).explain("mine")
-    assert story is not None
-    return story
+    return ExplanationBuilder(journal, lambda: ("high", "batch"), "lab", is_shared=False).explain("mine")
 
 
 def settled(outcome: Outcome, status: int | None, error: str | None, at_s: float = 3.5) -> Settled:

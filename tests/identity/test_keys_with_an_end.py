@@ -181,8 +181,7 @@ async def with_stored_key(folder: Path, store: RedisServer, **more: str) -> Asyn
 
 async def listed(one: Sidecar) -> list[dict[str, Any]]:
     _, answer = await one.call("GET", "/tenants/bulk")
-    found: list[dict[str, Any]] = answer["tenants"][0]["listed"]
-    return found
+    return answer["tenants"][0]["listed"]
 
 
 async def test_the_commands_change_the_store_and_every_replica_follows(

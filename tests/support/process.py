@@ -24,7 +24,6 @@ class Running:
         return await asyncio.wait_for(self._line(pattern), within_s)
 
     async def _line(self, pattern: str) -> re.Match[str]:
-        assert self._process.stdout is not None
         while line := (await self._process.stdout.readline()).decode():
             if match := re.search(pattern, line):
                 return match

@@ -46,7 +46,6 @@ def test_it_is_twice_what_was_measured_rounded_up_and_a_policy_takes_it(
     tiers = f"tiers: {{high: {{{found.yaml}}}, normal: {{}}}}"
     file.write_text(f"engine: vllm\ncapacity: {{requests: 8}}\nanonymous: high\n{tiers}\n")
     slo = load(file).tiers[0].slo
-    assert slo.ttft_s is not None
     assert slo.ttft_s >= 2 * speed.ttft_s
 
 

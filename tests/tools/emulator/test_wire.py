@@ -184,7 +184,6 @@ async def test_time_follows_the_step_model() -> None:
     async with emulated(VLLM, steps=steps) as client:
         await client.post("completions", prompt=[1] * 25, max_tokens=3)
         (line,) = client.engine.log
-    assert line.first_token_s is not None
     assert 0.06 <= line.first_token_s - line.arrival_s < 1  # three steps of prefill
     assert 0.10 <= line.end_s - line.arrival_s < 1  # and two more tokens
 

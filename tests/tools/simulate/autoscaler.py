@@ -94,7 +94,6 @@ class Autoscaler:
                 self._stage.engines.append(StepEngine(self._stage.model, KeyQueue()))
                 self._use_known()
         demand = self.admission._pool.demand()
-        assert demand is not None
         self._figure = self._demand.note(demand, self._stage.loop.now_us)
         if now_s % SYNC_S == 0:
             self._scale(self._decide(now_s), now_s)
