@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from sidecar.policy.compiler import load, shipped_policies
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.commands import address, command
+from tests.support.http import fetch
 from tests.support.late import openai
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -90,8 +89,7 @@ class Stack:
             time.sleep(0.005)
 
     def _leases(self) -> int:
-        with urllib.request.urlopen(f"{self.admin_url}/state", timeout=10) as response:
-            return int(json.load(response)["pool"]["leases"])
+        return int(fetch(f"{self.admin_url}/state").json["pool"]["leases"])
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +141,8 @@ def test_an_endpoint_may_have_a_tier_of_its_own(stack: Stack) -> None:
 
 
 def test_who_has_no_key_is_anonymous(stack: Stack) -> None:
-    body = json.dumps({"model": "m", "messages": HELLO, "max_tokens": 2}).encode()
-    asked = urllib.request.Request(f"{stack.url}/v1/chat/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=10) as response:
-        assert response.headers["x-admission-tier"] == "low"
+    answer = fetch(f"{stack.url}/v1/chat/completions", {"model": "m", "messages": HELLO, "max_tokens": 2})
+    assert (answer.status, answer.headers["x-admission-tier"]) == (200, "low")
 
 
 def test_every_api_of_the_client_works_and_what_is_not_guarded_passes(stack: Stack) -> None:

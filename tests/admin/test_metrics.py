@@ -204,17 +204,6 @@ async def test_the_page_is_written_outside_of_the_event_loop() -> None:
 
 
 @pytest.mark.anyio
-async def test_many_scrapers_at_once_hold_no_one_up(tmp_path: Path) -> None:
-    """The pool's figures come from the event loop that serves the scrapers: it must never wait for them."""
-    async with stacked(tmp_path) as stack:
-        running = [asyncio.create_task(stack.ask(SHORT)) for _ in range(20)]
-        began_s = time.monotonic()
-        await asyncio.gather(*(stack.metrics() for _ in range(20)))
-        assert time.monotonic() - began_s < 60
-        assert await asyncio.gather(*running) == [200] * 20
-
-
-@pytest.mark.anyio
 async def test_a_sample_is_taken_in_the_pools_own_loop_for_every_caller(tmp_path: Path) -> None:
     async with stacked(tmp_path) as stack:
         await stack.ask(SHORT)

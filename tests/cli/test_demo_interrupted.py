@@ -7,7 +7,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import command
 from tests.support.redis_servers import RedisServer, first_binary
 
 MARK = "SIDECAR_TEST_MARK"
@@ -40,14 +40,10 @@ def marked(mark: str) -> list[int]:
 @contextmanager
 def demo(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     mark = secrets.token_hex(8)
-    command = [sys.executable, "-m", "sidecar.cli", "demo", *arguments]
-    environment = {**os.environ, MARK: mark}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+    with command("demo", *arguments, **{MARK: mark}) as process:
         try:
             yield process, mark
         finally:
-            process.kill()
             for pid in marked(mark):
                 os.kill(pid, signal.SIGKILL)
 

@@ -7,13 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.http import fetch
 from tests.support.in_process import complaint, emulated_engine, ran
 from tests.support.redis_servers import until
 
@@ -98,9 +98,7 @@ def test_control_c_leaves_no_work_at_the_engine() -> None:
 
 
 def _waiting(url: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as page:
-        text = page.read().decode()
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_waiting{"))
+    return fetch(f"{url}/metrics").total("vllm:num_requests_waiting")
 
 
 @pytest.mark.long

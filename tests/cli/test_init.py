@@ -10,8 +10,6 @@ import stat
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
@@ -32,6 +30,7 @@ from sidecar.policy.compiler import load_files, shipped_policies
 from sidecar.policy.tenant_keys import hash_line
 from sidecar.policy.warnings import warnings
 from tests.support.commands import address, command
+from tests.support.http import fetch
 from tests.support.in_process import complaint, emulated_engine, output, ran, served_sidecar
 from tests.support.pages import Pages, serving_pages
 from tests.support.ports import free_ports
@@ -58,16 +57,9 @@ def check(folder: Path) -> dict[str, Any]:
 
 
 def asked(url: str, key: str) -> tuple[int, Mapping[str, str]]:
-    body = json.dumps({"model": "emulated", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]})
-    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", body.encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            answer.read()
-            return answer.status, dict(answer.headers)
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return refused.code, dict(refused.headers)
+    body = {"model": "emulated", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+    answer = fetch(f"{url}/v1/chat/completions", body, key=key)
+    return answer.status, answer.headers
 
 
 @contextmanager

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 from tests.cluster.replicas import CHAT, POLICY, Replica, replicas
 from tests.support.browser import browser
 from tests.support.devtools import headless, tab
+from tests.support.http import fetch
 from tests.support.redis_servers import until
 
 OBSERVING = POLICY.replace("engine: vllm", "engine: vllm\nmode: observe")
@@ -26,8 +25,7 @@ SECONDS = 1.5
 
 
 def read(sidecar: Replica, page: str) -> Any:
-    with urllib.request.urlopen(f"{sidecar.admin_url}/{page}", timeout=10) as answer:
-        return json.load(answer)
+    return fetch(f"{sidecar.admin_url}/{page}").json
 
 
 def change(sidecar: Replica, folder: Path, policy: str, mode: str) -> None:
@@ -62,8 +60,7 @@ def waits_shown(sidecar: Replica) -> list[float]:
     found = [bucket["wait_max_s"] for tier in overview["tiers"] for bucket in tier["recent"]]
     found += [bucket["starvation_max_s"] for tier in overview["tiers"] for bucket in tier["recent"]]
     found += [tier["oldest"]["wait_s"] for tier in overview["tiers"] if tier["oldest"] is not None]
-    with urllib.request.urlopen(f"{sidecar.admin_url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = fetch(f"{sidecar.admin_url}/metrics").text.splitlines()
     gauges = [line for line in lines if line.startswith("admission_queue_oldest_wait_seconds{")]
     assert gauges
     return found + [float(line.split()[-1]) for line in gauges]

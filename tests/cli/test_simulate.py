@@ -18,7 +18,7 @@ from sidecar.tools.simulate.load import Assign, load
 from sidecar.tools.simulate.play import ABANDONED, Played, SimulatedEngines, play
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
-from sidecar.tools.step_model.model import load_model, shipped
+from sidecar.tools.step_model.model import load_model
 from sidecar.tools.step_model.queue import KeyQueue
 from tests.support.in_process import complaint, output
 
@@ -160,14 +160,6 @@ def test_gain_and_objectives_are_those_of_a_literal_computation(folder: Path, na
     assert found.tdg == earned / attainable
     assert found.slo == met / len(run.offered)
     assert 0 < earned < attainable
-
-
-def test_what_the_pool_refuses_and_what_waits_too_long_gets_no_token(folder: Path) -> None:
-    _, run = played(folder, "now")
-    refusals = {one.refusal for one in run.offered}
-    assert {None, "request_too_large"} < refusals
-    assert refusals & {"queue_timeout", "queue_full"}
-    assert all(engine.cache.held_tokens == 0 for engine in run.engines)
 
 
 def test_a_client_that_left_holds_nothing_in_the_pool_or_an_engine(folder: Path) -> None:
@@ -333,11 +325,6 @@ def test_bad_input_is_said_in_a_sentence(
 ) -> None:
     monkeypatch.chdir(folder)
     assert said in complaint("simulate", *args, "--policy", "now", code=2)
-
-
-def test_every_model_that_ships_can_be_used() -> None:
-    for name in shipped():
-        assert load_model(name).name == name
 
 
 def test_the_engine_model_of_the_page_can_be_used(tmp_path: Path) -> None:

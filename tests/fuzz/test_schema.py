@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from sidecar.admin import openapi
 from sidecar.admin.operations import PATH
 from tests.fuzz.scale import cases, tried
 from tests.security.behind import Behind, standing
+from tests.support.http import fetch
 from tests.support.shared_pools import begun_store
 
 TOKEN = "token-of-the-fuzzed-sidecar"
@@ -75,11 +75,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
     with begun_store(data) as store:
         more = f"store: {store.url}\nstored_tenants: true\n"
         with standing("httptools", folder, more, in_engines=True, **environment) as found:
-            body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}).encode()
-            headers = {"x-request-id": KNOWN["id"], "content-type": "application/json", "x-api-key": "sk-acme"}
-            asked = urllib.request.Request(f"{found.url}/v1/chat/completions", body, headers)
-            with urllib.request.urlopen(asked, timeout=10) as answer:
-                assert answer.status == 200
+            body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+            url = f"{found.url}/v1/chat/completions"
+            assert fetch(url, body, key="sk-acme", x_request_id=KNOWN["id"]).status == 200
             yield found
 
 
@@ -149,6 +147,4 @@ def under_way(behind: Behind) -> int:
 
 
 def shown(behind: Behind, path: str) -> Any:
-    asked = urllib.request.Request(behind.admin + path, headers={"authorization": f"Bearer {TOKEN}"})
-    with urllib.request.urlopen(asked, timeout=10) as answer:
-        return json.load(answer)
+    return fetch(behind.admin + path, key=TOKEN).json

@@ -15,7 +15,6 @@ from sidecar.proxy.proxy import ReverseProxy
 from sidecar.tools.doctor import burst, probe
 from sidecar.tools.doctor.conditions import ConditionState
 from sidecar.tools.doctor.examination import Examination, Options, examine
-from sidecar.tools.doctor.judgment import Effect
 from sidecar.tools.doctor.recommendation import Queueing
 from sidecar.tools.doctor.report import headline, report, steps
 from sidecar.tools.doctor.survey import CannotLook
@@ -208,12 +207,6 @@ async def test_a_proxy_that_holds_requests_back_is_not_the_engines_queue(monkeyp
     assert "not inside the engine, whose own gauge showed" in found.conditions[2].evidence
 
 
-async def test_the_control_shows_no_order() -> None:
-    found = await seen(VLLM)
-    assert found.probed.control.plan.way is None
-    assert found.probed.control.judgment.effect is Effect.NONE
-
-
 async def test_the_first_batch_is_left_out() -> None:
     async with emulated(VLLM, slots=10) as client:
         found = await examined(client.url)
@@ -283,11 +276,6 @@ async def test_an_engine_that_nothing_tells_of_has_to_be_named() -> None:
             await examined(url, engine=VLLM)
         found = await examined(url, engine=VLLM, model="emulated")
     assert found.state is W, report(found)
-
-
-async def test_no_server_there() -> None:
-    with pytest.raises(CannotLook, match=r"cannot reach http://127\.0\.0\.1:9"):
-        await examined("http://127.0.0.1:9")
 
 
 async def test_requests_that_are_refused_are_no_verdict() -> None:

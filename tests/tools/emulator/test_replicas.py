@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ import pytest
 
 from sidecar.cli import main
 from tests.support.commands import command
+from tests.support.http import fetch
 from tests.support.in_process import complaint
 from tests.support.ports import free_ports
 from tests.support.redis_servers import until
@@ -30,16 +29,12 @@ class Engine(NamedTuple):
     process: int
 
     def page(self, path: str = "/_emulator") -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=20) as response:
-            return json.load(response)
+        return fetch(self.url + path).json
 
     def complete(self, tokens: int) -> float:
         """Seconds that one request took."""
-        body = json.dumps({"prompt": "x", "max_tokens": tokens}).encode()
-        asked = urllib.request.Request(f"{self.url}/v1/completions", body, {"content-type": "application/json"})
         begun_s = time.monotonic()
-        with urllib.request.urlopen(asked, timeout=60) as response:
-            assert response.status == 200
+        assert fetch(f"{self.url}/v1/completions", {"prompt": "x", "max_tokens": tokens}).status == 200
         return time.monotonic() - begun_s
 
     @property

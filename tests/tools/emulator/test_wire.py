@@ -11,7 +11,7 @@ import pytest
 from sidecar.engines import Engine
 from sidecar.tools.emulator import StepModel
 from tests.support.late import openai
-from tests.tools.emulator.emulated import BODIES, ENGINES, MESSAGES, PATHS, SGLANG, TRTLLM, VLLM, Client, emulated
+from tests.tools.emulator.emulated import BODIES, ENGINES, PATHS, SGLANG, TRTLLM, VLLM, Client, emulated
 
 pytestmark = pytest.mark.anyio
 
@@ -186,9 +186,3 @@ async def test_time_follows_the_step_model() -> None:
         (line,) = client.engine.log
     assert 0.06 <= line.first_token_s - line.arrival_s < 1  # three steps of prefill
     assert 0.10 <= line.end_s - line.arrival_s < 1  # and two more tokens
-
-
-async def test_a_long_messages_list_is_one_prompt() -> None:
-    async with emulated(VLLM) as client:
-        _, body = await client.post(messages=MESSAGES * 10)
-    assert body["usage"]["prompt_tokens"] == 30

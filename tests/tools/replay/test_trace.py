@@ -171,10 +171,6 @@ def test_a_file_that_is_no_trace_is_said_so(tmp_path: Path, content: bytes) -> N
     assert problem(tmp_path, content).startswith(":1: this is the first line of no trace that is known")
 
 
-def test_a_packed_or_binary_file_is_said_so(tmp_path: Path) -> None:
-    assert problem(tmp_path, b"\x1f\x8b\x08\x00\xff\xff\n\xff").startswith(":1: byte 2 is no UTF-8; a trace is a text")
-
-
 def test_every_mistake_is_reported_at_once_but_not_a_thousand_times(tmp_path: Path) -> None:
     good = {"timestamp": 0, "input_length": 1}
     assert problem(tmp_path, good, "{", good, "}").count("\n") == 1

@@ -200,17 +200,3 @@ def test_a_hit_that_nothing_holds_takes_room_again() -> None:
     assert cache.reserve(9, blocks_of(prompt, 4), 9) is None  # two found, but idle, and one more: three of two free
     cache.release(other)
     assert run(cache, prompt).cached_tokens == 8
-
-
-def test_of_two_that_compute_a_block_at_once_one_counts_after_the_other_has_ended() -> None:
-    cache = KvCache(8, 2, caches_prefixes=True)
-    prompt = blocks_of((1, 2, 3, 4), 2)
-    one, other = cache.reserve(4), cache.reserve(4)
-    cache.publish(one, prompt, 4)
-    cache.publish(other, prompt, 4)
-    assert cache.held_tokens == 8, "each holds a copy"
-    cache.release(one)
-    assert cache.held_tokens == 4, "the other's copy is left"
-    cache.release(other)
-    assert cache.held_tokens == 0
-    assert cache.hit_length(prompt, 5) == 4
