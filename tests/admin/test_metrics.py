@@ -40,6 +40,7 @@ from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.cluster.test_overview import sources_of
 from tests.support.middleware import TestedMiddleware
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.telemetry.span_stories import begin, received
 
 POLICY = """\
@@ -93,10 +94,8 @@ class Stack:
         return float(found[0])
 
     async def until(self, *, leases: int, waiting: int) -> None:
-        end_s = time.monotonic() + 60
-        while (state := self.sidecar.pool.state()) and (state["leases"], state["waiting"]) != (leases, waiting):
-            assert time.monotonic() < end_s, state
-            await asyncio.sleep(0.002)
+        state = self.sidecar.pool.state
+        await until(lambda: (state()["leases"], state()["waiting"]) == (leases, waiting))
 
 
 def matches(sample: Sample, name: str, labels: dict[str, str]) -> bool:
