@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from sidecar.admin.operations import PATH
 from tests.fuzz.scale import cases, tried
 from tests.security.behind import Behind, standing
 from tests.support.http import fetch
+from tests.support.redis_servers import until
 from tests.support.shared_pools import begun_store
 
 TOKEN = "token-of-the-fuzzed-sidecar"
@@ -96,9 +96,7 @@ def test_whatever_is_asked_by_the_schema_or_against_it(behind: Behind) -> None:
             case.validate_response(answer, checks=checks)
 
         check()
-    end_s = time.monotonic() + 10
-    while (left := under_way(behind)) != 0:
-        assert time.monotonic() < end_s, left
+    until(lambda: under_way(behind) == 0, "all are over")
 
 
 def test_the_admin_port_answers_as_it_says(behind: Behind, whole: Behind) -> None:
