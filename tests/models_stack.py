@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.commands import address, command
+from tests.support.http import fetch
 from tests.support.in_process import emulated_engine
 from tests.support.late import openai
 from tests.support.ports import free_ports
@@ -78,17 +76,11 @@ class ModelsStack:
 
     def admin(self, path: str) -> Any:
         """A JSON page of the admin port, whatever its status."""
-        try:
-            with urllib.request.urlopen(self.admin_url + path, timeout=10) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            with error:
-                return json.load(error)
+        return fetch(self.admin_url + path).json
 
     def text(self, path: str) -> str:
         """A page of the admin port as text."""
-        with urllib.request.urlopen(self.admin_url + path, timeout=10) as answer:
-            return str(answer.read().decode())
+        return fetch(self.admin_url + path).text
 
     def pool(self, model: str) -> Any:
         """The state of a model's pool."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.serving import serving
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -67,14 +68,6 @@ async def sidecar_of(
     middleware = AdmissionMiddleware(ReverseProxy(upstream), path)
     async with serving(middleware) as served, aiohttp.ClientSession() as session:
         yield Sidecar(middleware, served.url, session)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("never happened")
 
 
 @pytest.mark.long

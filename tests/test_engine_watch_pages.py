@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +15,7 @@ import pytest
 from sidecar import AdmissionMiddleware
 from sidecar.policy.compiler import shipped_policies
 from sidecar.policy.store import STORE_VARIABLE
+from tests.support.http import fetch
 from tests.support.in_process import emulated_engine, ran, served_sidecar, start_failure
 from tests.support.late import fastapi
 from tests.support.shared_pools import begun_store
@@ -33,12 +31,8 @@ sources: [header, key]
 
 
 def page(url: str) -> tuple[int, Any]:
-    try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
+    answer = fetch(url)
+    return answer.status, answer.json
 
 
 def until(url: str, is_so: Callable[[int, Any], bool], within_s: float = 60.0) -> Any:

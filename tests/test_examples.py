@@ -16,7 +16,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,9 @@ import pytest
 import sidecar
 from sidecar.cli import main
 from sidecar.policy.compiler import load
+from tests.examples.command_lines import named_files, shell_lines
+from tests.support.each import each
+from tests.support.http import Fetched, fetch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -44,28 +46,8 @@ def blocks(example: str) -> list[str]:
     return SHELL_BLOCK.findall((EXAMPLES / example / "README.md").read_text())
 
 
-@dataclass
-class Answer:
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-def ask(url: str, path: str, body: Mapping[str, Any], key: str | None, **headers: str) -> Answer:
-    sent = {"content-type": "application/json", **headers}
-    if key is not None:
-        sent["authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), sent)
-    try:
-        with urllib.request.urlopen(request, timeout=20) as response:
-            return Answer(response.status, response.headers, response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return Answer(error.code, error.headers, error.read())
+def ask(url: str, path: str, body: Mapping[str, Any], key: str | None, **headers: str) -> Fetched:
+    return fetch(url + path, body, key=key, **headers)
 
 
 def documented(example: str) -> str:
@@ -95,7 +77,6 @@ def running(example: str, **settings: str) -> Iterator[str]:
 
 def address(process: subprocess.Popen[str]) -> str:
     """Where uvicorn says that it listens. Fails with all that it said instead."""
-    assert process.stdout is not None
     said: list[str] = []
     for line in process.stdout:
         said.append(line)
@@ -105,11 +86,17 @@ def address(process: subprocess.Popen[str]) -> str:
     raise AssertionError("".join(said))
 
 
+@each("page", sorted(EXAMPLES.glob("*/README.md")), ids=str)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    named = [path for line in shell_lines(page) for path in named_files(re.sub(r"--[-a-z]+=", "", line))]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 @pytest.mark.long
 def test_mounted_into_fastapi() -> None:
     with running("fastapi_app") as url:
         body = {"model": "m", "max_tokens": 5, "messages": HELLO}
-        answer = ask(url, "/v1/chat/completions", body, "sk-demo-standard", **{"x-priority": "critical"})
+        answer = ask(url, "/v1/chat/completions", body, "sk-demo-standard", x_priority="critical")
         assert answer.status == 200
         assert answer.headers["x-admission-tier"] == "high"
         assert answer.headers["x-admission-clamped-from"] == "critical"

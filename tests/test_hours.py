@@ -137,4 +137,4 @@ async def test_a_dry_run_goes_on_over_the_hours(tmp_path: Path, store: RedisServ
             _, found = await one.call("GET", "/observed")
             return bool(found["since_s"] == report["since_s"] and found["total"]["requests"] == 2)
 
-        await one.until(counts_both, 60.0)
+        await until(counts_both)

@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import signal
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import aiohttp
 import pytest
 
 from tests.models_stack import BY_MODEL, KEY, LIMITED, LLAMA, LORA, QWEN, ModelsStack, models_stack
+from tests.support.http import fetch
 from tests.support.late import anthropic, openai
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.waiting import until
@@ -345,9 +345,7 @@ async def test_the_dry_run_passes_everything_to_an_engine_of_its_model(tmp_path:
 
 def requests_of(stack: ModelsStack, engine: str) -> int:
     """The requests that an engine has ended."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{stack.ports[engine]}/metrics", timeout=10) as page:
-        lines = page.read().decode().splitlines()
-    return round(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total")))
+    return round(fetch(f"http://127.0.0.1:{stack.ports[engine]}/metrics").total("vllm:request_success_total"))
 
 
 @pytest.mark.long
@@ -366,5 +364,4 @@ async def test_in_a_store_each_model_has_a_pool_and_limits_of_its_own(tmp_path: 
                 await asked(stack, QWEN, LIMITED)
         stack.sidecar.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(stack.sidecar.wait, 60) == 0
-        assert stack.sidecar.stderr is not None
         assert "the tenants' limits count for each model apart" in stack.sidecar.stderr.read()

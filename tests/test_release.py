@@ -45,7 +45,6 @@ def dist(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend = tmp_path_factory.mktemp("backend")
     install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "--target"]
     requires = re.search(r"^requires = \[\"(.+)\"\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert requires is not None
     subprocess.run([sys.executable, *install, str(backend), requires[1]], check=True, timeout=300)
     build = [sys.executable, "-m", "hatchling", "build", "--directory", "dist"]
     subprocess.run(build, cwd=clone, env={**os.environ, "PYTHONPATH": str(backend)}, check=True, timeout=300)

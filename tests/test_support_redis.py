@@ -80,7 +80,6 @@ def test_a_server_does_not_outlive_a_test_process_that_is_killed(tmp_path: Path)
     """
     command = [sys.executable, "-c", program, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert "redis" in _command_of(pid) or "valkey" in _command_of(pid)
         parent.send_signal(signal.SIGKILL)

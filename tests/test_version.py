@@ -27,6 +27,5 @@ def test_the_command_says_the_version_the_layout_and_a_releases_commit(
 
 def test_state_says_it_of_the_policys_own_pool() -> None:
     state = Guarded(App(), policy()).sidecar.state()["version"]
-    assert isinstance(state, dict)
     assert (state["version"], state["store_layout"]) == (sidecar.__version__, str(version.STORE_LAYOUT))
     assert state["commit"] is None or re.fullmatch("[0-9a-f]{12}", state["commit"])

@@ -40,6 +40,7 @@ from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.cluster.test_overview import sources_of
 from tests.support.middleware import TestedMiddleware
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.telemetry.span_stories import begin, received
 
 POLICY = """\
@@ -93,10 +94,8 @@ class Stack:
         return float(found[0])
 
     async def until(self, *, leases: int, waiting: int) -> None:
-        end_s = time.monotonic() + 60
-        while (state := self.sidecar.pool.state()) and (state["leases"], state["waiting"]) != (leases, waiting):
-            assert time.monotonic() < end_s, state
-            await asyncio.sleep(0.002)
+        state = self.sidecar.pool.state
+        await until(lambda: (state()["leases"], state()["waiting"]) == (leases, waiting))
 
 
 def matches(sample: Sample, name: str, labels: dict[str, str]) -> bool:
@@ -204,17 +203,6 @@ async def test_the_page_is_written_outside_of_the_event_loop() -> None:
 
 
 @pytest.mark.anyio
-async def test_many_scrapers_at_once_hold_no_one_up(tmp_path: Path) -> None:
-    """The pool's figures come from the event loop that serves the scrapers: it must never wait for them."""
-    async with stacked(tmp_path) as stack:
-        running = [asyncio.create_task(stack.ask(SHORT)) for _ in range(20)]
-        began_s = time.monotonic()
-        await asyncio.gather(*(stack.metrics() for _ in range(20)))
-        assert time.monotonic() - began_s < 60
-        assert await asyncio.gather(*running) == [200] * 20
-
-
-@pytest.mark.anyio
 async def test_a_sample_is_taken_in_the_pools_own_loop_for_every_caller(tmp_path: Path) -> None:
     async with stacked(tmp_path) as stack:
         await stack.ask(SHORT)
@@ -263,7 +251,6 @@ def test_a_pool_whose_loop_has_ended_is_sampled_where_it_is(tmp_path: Path) -> N
     asyncio.run(live())
     sample = sampler()
 
-    assert sample is not None
     assert [it.tier for _, it in sample if isinstance(it, TierShare)] == ["high", "batch"]
     (pool,) = [it for _, it in sample if isinstance(it, PoolFigures)]
     assert (pool.replicas, pool.generation) == (None, policy.generation)

@@ -59,7 +59,7 @@ SPELLINGS = [
     ),
     *("/v1/score;x=1", "/v1;a=b/score", "/v1/score%20", "/v1/score%00", "/v1/responses/a/../../score"),
 ]
-"""Those that another router than Starlette's may read as one of them. Starlette's own: `security/test_spellings`."""
+"""Those that another router than Starlette's may read as one of them. Starlette's own: `security/test_mounts`."""
 
 
 def request(method: str, path: str, body: bytes = BODY, *headers: str) -> bytes:

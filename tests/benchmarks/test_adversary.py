@@ -9,15 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.adversary import batch_sizes, bounds, disconnects, largest, overtaking, prompts, store, tenants
+from benchmarks.adversary import batch_sizes, bounds, disconnects, prompts, store, tenants
 from benchmarks.adversary.__main__ import ATTACKS, play
-from benchmarks.adversary.dead_replica import divided
 from benchmarks.adversary.engine import Engine
-from benchmarks.adversary.policies import BATCH, LOW, preempting, shipped
+from benchmarks.adversary.policies import shipped
 from benchmarks.adversary.serving import Held
-from benchmarks.adversary.simulation import Overfilled, Request, Simulation, us
+from benchmarks.adversary.simulation import Overfilled, Simulation, us
 from benchmarks.decisions import Decided
-from sidecar.events import StoreState
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.scheduling.tickets import ScheduledLease, Ticket
 
@@ -70,45 +68,6 @@ def admits_nothing() -> Any:
     return OneQueue(0)
 
 
-def test_a_simulated_request_waits_is_admitted_and_ends():
-    simulation = Simulation(RULES)
-    first = Request(BATCH, HALF, us(10))
-    second = Request(BATCH, HALF, us(10))
-    for request in (first, second):
-        simulation.send(request)
-    simulation.at(0, lambda: None)
-    simulation.run(us(60))
-    assert (first.admitted_us, second.admitted_us) == (0, us(10))
-    assert second.ended_us == us(20)
-    assert simulation.waits_s(BATCH, 0, us(60)) == [0.0, 10.0]
-    assert simulation.use.mean(0, us(40)) == pytest.approx(0.25)
-
-
-def test_a_simulated_client_that_gives_up_leaves_the_queue_and_sends_again():
-    simulation = Simulation(RULES)
-    sent: list[Request] = []
-
-    def send() -> None:
-        sent.append(Request(BATCH, HALF, us(10), patience_us=us(5), on_over=send))
-        simulation.send(sent[-1])
-
-    simulation.at(0, lambda: simulation.send(Request(BATCH, HALF, us(12))) and None)
-    simulation.at(us(1), send)
-    simulation.run(us(13))
-    assert [request.gave_up_us for request in sent] == [us(6), us(11), None]
-    assert sent[2].admitted_us == us(12)
-
-
-def test_a_simulated_request_that_is_preempted_gives_its_room_back_and_runs_later():
-    assert overtaking.preempted_after_s(shipped(preempting).rules, is_low_there=False) == pytest.approx(0.6)
-
-
-def test_a_request_larger_than_its_tier_accepts_is_no_attack():
-    assert Simulation(RULES).send(Request(BATCH, RULES.tokens, us(1))) is None
-    with pytest.raises(RuntimeError, match="not accepted"):
-        largest.attack(shipped(), Request(LOW, RULES.tokens, us(1)), 1)
-
-
 @pytest.mark.parametrize("percent", [2, 50])
 def test_a_scheduler_that_admits_everything_is_found_out(percent: int):
     with pytest.raises(Overfilled):
@@ -149,13 +108,6 @@ def test_an_engine_that_was_never_full_was_not_attacked(peak: int, holds: bool):
 )
 def test_a_shape_is_held_in_full_or_refused(held: Held, is_held: bool):
     assert prompts.SHAPES[0].is_held(held) is is_held
-
-
-def test_the_time_divided_lasts_until_the_last_one_is_back():
-    lost, back = StoreState.DIVIDED, StoreState.SHARED
-    assert divided([], 9.0) == (0, 0.0)
-    assert divided([(1.0, lost), (2.0, lost), (3.0, back), (5.0, back)], 9.0) == (2, 4.0)
-    assert divided([(1.0, lost), (2.0, lost), (3.0, back)], 9.0) == (2, 8.0)
 
 
 async def _breaks():

@@ -14,8 +14,8 @@ from benchmarks.fleet import comparison, routers
 from benchmarks.fleet import engines as emulated
 from benchmarks.fleet.engines import EngineFigures
 from benchmarks.fleet.load import load, tokens_of
-from benchmarks.fleet.runs import Figures, Run, through, work_of
-from benchmarks.fleet.scenarios import SCENARIOS, killed, rolling, storm
+from benchmarks.fleet.runs import Figures, Run, through
+from benchmarks.fleet.scenarios import SCENARIOS, killed, storm
 from benchmarks.fleet.setting import Setting
 from benchmarks.fleet.verdict import Verdict, summary
 from sidecar.tools.loadgen import Planned, Seen
@@ -41,47 +41,11 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(trace=trace, requests=len(ROWS), rate=2.0, engines=3, cache_tokens=400_000, warm_up=0.0)
 
 
-def test_prompts_have_the_blocks_in_common_that_the_trace_says_and_the_scaled_length(setting: Setting) -> None:
-    requests = load(setting)
-    assert sorted({tokens_of(one)[0] for one in requests}) == [88, 188, 256, 375]
-    texts = sorted({msgspec.json.decode(one.body)["messages"][0]["content"] for one in requests}, key=len)
-    block = setting.block_tokens * 4
-    shortest, short, middle, long = texts
-    assert long.startswith(middle)
-    assert short[: 2 * block] == middle[: 2 * block]
-    assert short[2 * block] != middle[2 * block] or short[2 * block :] != middle[2 * block : len(short)]
-    assert shortest[:block] == middle[:block]
-
-
-def test_a_load_is_the_same_for_a_seed_and_another_for_another(setting: Setting) -> None:
-    assert [(one.at_s, one.body) for one in load(setting)] == [(one.at_s, one.body) for one in load(setting)]
-    other = load(replace(setting, seed=2))
-    assert [one.at_s for one in other] != [one.at_s for one in load(setting)]
-    assert not {one.body for one in other} & {one.body for one in load(setting)}
-
-
 def seen(ttft_s: float | None, *, sent_s: float = 0.0, cached: int = 0, error: str | None = None) -> Seen:
     body = b'{"messages": [{"content": "12345678"}], "max_tokens": 3}'
     first_s = None if ttft_s is None else sent_s + ttft_s
     status = 200 if ttft_s is not None else None
     return Seen(Planned(sent_s, "/", {}, body), sent_s, first_s, sent_s + 1, status, error, 3, 10, {}, None, 0, cached)
-
-
-def test_figures_are_in_the_traces_time_and_count_what_failed_as_infinitely_late() -> None:
-    setting = Setting(compression=10.0)
-    found = Figures.of([*[seen(0.4)] * 97, seen(0.6), seen(1.0), seen(None, error="reset")], setting)
-    assert (found.requests, found.failed, found.soon) == (100, 1, 0.97)
-    assert found.p50_s == pytest.approx(4.0)
-    assert found.p99_s is None
-    assert Figures.of([*[seen(0.4)] * 98, seen(1.0), seen(0.9)], setting).p99_s == pytest.approx(10.0)
-
-
-def test_the_hit_rate_is_what_usage_says() -> None:
-    assert Figures.of([seen(0.1, cached=8), seen(0.1), seen(None)], Setting()).hit_rate == pytest.approx(8 / 30)
-
-
-def test_work_counts_complete_requests_only() -> None:
-    assert work_of([seen(0.1), seen(0.1, error="cut")]) == 2 + 3
 
 
 def run_of(router: str, p99_s: float, soon: float, hit_rate: float, **changes: object) -> Run:
@@ -142,10 +106,6 @@ def test_a_load_that_does_not_saturate_round_robin_shows_nothing() -> None:
     ]
 
 
-def test_without_ours_the_comparison_is_not_judged_and_no_success() -> None:
-    assert missed(GOOD[:-1]) == ["ours against the others"]
-
-
 def test_a_verdict_that_could_not_be_made_is_no_success() -> None:
     verdicts = [Verdict.at_most("a", 1, 1), Verdict.at_least("b", 0.5, 1.0), Verdict.at_least("c", None, 1.0)]
     assert [verdict.is_met for verdict in verdicts] == [True, False, None]
@@ -162,19 +122,6 @@ def test_the_work_of_a_killed_engine_is_an_error_only_for_those_that_had_a_first
     assert met(begun, seen(None, sent_s=4.0, error="reset")) == [False, True]
     assert met(begun, seen(0.1, sent_s=6.0, error="cut")) == [False, True]  # it was sent to a dead engine
     assert met(seen(0.1)) == [True, False]  # nothing was killed
-
-
-def test_the_worst_window_of_an_update_is_found() -> None:
-    steady = [seen(0.1, sent_s=number / 10) for number in range(400)]
-    gap = [one for one in steady if not 15 <= one.sent_s < 20]
-    assert rolling._worst(steady, steady, 10.0, 30.0) == pytest.approx(1.0, abs=0.05)
-    assert rolling._worst(gap, steady, 10.0, 30.0) == pytest.approx(3 / 8, abs=0.05)
-
-
-def test_an_answer_that_says_it_is_complete_and_is_too_short_was_cut() -> None:
-    assert not rolling.is_cut(seen(0.1))
-    assert rolling.is_cut(replace(seen(0.1), output_tokens=2))
-    assert not rolling.is_cut(replace(seen(None, error="502"), output_tokens=0))
 
 
 def test_a_run_through_real_processes_counts_the_same_hits_as_its_engines(setting: Setting) -> None:

@@ -63,18 +63,6 @@ def test_counts_are_empty_after_any_order_of_ends(name: str) -> None:
         assert [len(active) for active in rule.active] == [0] * ENGINES
 
 
-def test_round_robin_takes_each_in_turn_whatever_runs() -> None:
-    rule = RULES["round-robin"](ENGINES, 1)
-    assert [rule.choose(Request(b"x")) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_least_requests_takes_the_fewest_and_equals_in_turn() -> None:
-    rule = RULES["least-requests"](ENGINES, 1)
-    assert [served(rule, Request(b"x")) for _ in range(4)] == [0, 1, 2, 0]
-    rule.requests = [5, 2, 3]
-    assert rule.choose(Request(b"x")) == 1
-
-
 @given(st.lists(st.tuples(SMALL_TEXTS, st.integers(0, 2)), max_size=25), SMALL_TEXTS)
 def test_the_radix_tree_matches_as_a_list_of_all_prompts_does(known: Sequence[tuple[bytes, int]], text: bytes) -> None:
     """The owner of a byte of the tree is the first who inserted a prompt that begins with everything up to it."""
@@ -91,23 +79,6 @@ def test_the_radix_tree_matches_as_a_list_of_all_prompts_does(known: Sequence[tu
 def common(one: bytes, other: bytes) -> int:
     """How many bytes both begin with, byte by byte."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
-def test_cache_aware_sends_a_known_prefix_to_its_owner_even_if_that_is_the_busiest() -> None:
-    rule = CacheAware(ENGINES, 1)
-    first = rule.choose(prompt("a", "b"))
-    rule.requests[first] = 60
-    assert rule.choose(prompt("a", "b", "c")) == first
-
-
-def test_cache_aware_takes_the_least_load_where_no_more_than_the_threshold_matches() -> None:
-    rule = CacheAware(ENGINES, 1)
-    first = rule.choose(Request(b"a" * 30 + b"b" * 70))
-    rule.requests[first] = 3
-    assert rule.choose(Request(b"a" * 30 + b"c" * 70)) != first  # 0.30 of it
-    rule.requests = [0] * ENGINES
-    rule.requests[first] = 3
-    assert rule.choose(Request(b"a" * 30 + b"d" * 69)) == first  # more
 
 
 @each(
@@ -139,16 +110,6 @@ def test_least_uncached_work_weighs_prefill_and_held_blocks_against_a_hit() -> N
     assert rule.cost(prompt(*conversation, "i"), 0) == (4 + 1) + (4 + 9)
     rule.first_byte(busy, 0)
     assert rule.cost(prompt(*conversation, "i"), 0) == 1 + (4 + 9)
-
-
-def test_active_requests_with_a_prefix_in_common_hold_it_once() -> None:
-    rule = LeastUncachedWork(1, 100 * BLOCK_TOKENS)
-    one, other = prompt("a", "b", "c"), prompt("a", "b", "d")
-    rule.choose(one)
-    rule.choose(other)
-    assert len(rule.active[0]) == 4
-    rule.ended(one, 0)
-    assert len(rule.active[0]) == 3
 
 
 def test_lmetric_multiplies_uncached_tokens_by_requests() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -11,7 +10,7 @@ import pytest
 from benchmarks.gain.floors import floors
 from benchmarks.gain.runs import GAIN, LEVEL, THREE, Common, Job, Measured, measure, saturated_rate, weighted_jobs
 from benchmarks.gain.targets import Target, targets
-from benchmarks.gain.traces import CONV, SYNTHETIC, TENANTS, offered, window
+from benchmarks.gain.traces import CONV, window
 from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.baselines import NAMES
 from sidecar.tools.simulate.load import Assign, Request
@@ -29,42 +28,6 @@ def request(tier: int, at_s: float, started_s: float | None, end_s: float, token
     one.started_us = None if started_s is None else round(started_s * 1e6)
     one.end_us = round(end_s * 1e6)
     return one
-
-
-def test_the_windows_of_the_seeds_are_different_parts_of_a_trace() -> None:
-    first, second = (window(CONV.name, FOLDER, 100, seed, 2).trace.rows for seed in (1, 2))
-    assert [row.line for row in first] == list(range(2, 102)), "after the head of the file"
-    assert [row.line for row in second] == list(range(202, 302))
-    assert first[0].at_s == second[0].at_s == 0.0
-
-
-def test_the_synthetic_trace_is_the_same_for_a_seed_bursty_and_from_tenants_of_zipf_size() -> None:
-    found = window(SYNTHETIC.name, FOLDER, 8000, 1, 5)
-    window.cache_clear()
-    again = window(SYNTHETIC.name, FOLDER, 8000, 1, 5)
-    assert found.trace.rows == again.trace.rows
-    assert found.trace.rows != window(SYNTHETIC.name, FOLDER, 8000, 2, 5).trace.rows
-    assert found.tenants is not None
-    counts = [found.tenants.count(f"tenant-{number + 1}") for number in range(TENANTS)]
-    assert sum(counts[:5]) > sum(counts[5:]), "a few send most"
-    times = [row.at_s or 0.0 for row, name in zip(found.trace.rows, found.tenants, strict=True) if name == "tenant-1"]
-    gaps = [later - earlier for earlier, later in pairwise(times)]
-    mean = sum(gaps) / len(gaps)
-    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) > 2 * mean**2, "more bursts than a Poisson process has"
-    prompts = sorted(row.input_tokens or 0 for row in found.trace.rows)
-    assert prompts[-1] > 10 * prompts[len(prompts) // 2]
-
-
-@pytest.mark.parametrize("by", Assign)
-def test_synthetic_requests_get_tiers_by_the_mix(by: Assign) -> None:
-    found = window(SYNTHETIC.name, FOLDER, 8000, 1, 5)
-    made = offered(found, list(MIX), MIX, by=by, scale=2.0, block_tokens=16, seed=1)
-    parts = [sum(one.tier == tier for one in made) / len(made) for tier in range(3)]
-    assert parts == pytest.approx([0.2, 0.5, 0.3], abs=0.02 if by is Assign.REQUEST else 0.15)
-    tiers: dict[str, set[int]] = {}
-    for one in made:
-        tiers.setdefault(one.tenant, set()).add(one.tier)
-    assert all(len(levels) == 1 for levels in tiers.values()) == (by is Assign.TENANT)
 
 
 def test_a_floor_is_kept_where_a_waiting_tier_gets_its_part_in_time() -> None:

@@ -15,7 +15,6 @@ from benchmarks.guard_vllm import (
     Figures,
     Objectives,
     Row,
-    arrivals,
     best_constant,
     missed,
 )
@@ -55,11 +54,6 @@ def test_each_policy_can_be_used(tmp_path: Path, row: Row) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(row.policy(Objectives(0.0635, 0.0268)))
     assert load(path).tiers[0].slo.tpot_s == 0.0268
-
-
-def test_each_row_has_the_same_interactive_requests() -> None:
-    assert arrivals(3.0, 40.0) == arrivals(3.0, 40.0)
-    assert len(arrivals(3.0, 40.0)) >= 100
 
 
 def test_the_best_constant_limit_is_the_largest_that_holds_or_else_the_one_that_holds_most() -> None:

@@ -13,7 +13,7 @@ from benchmarks.reservations import literal, loads
 from benchmarks.reservations.__main__ import MODES, Case, case, missed, recovery, table
 from benchmarks.reservations.engine import Hardware
 from benchmarks.reservations.runs import play
-from benchmarks.reservations.traces import CODE, CONV, MOONCAKE, Asked, asked, max_tokens_of
+from benchmarks.reservations.traces import CODE, CONV, MOONCAKE, Asked, asked
 from sidecar.lengths.overlap import peak_tokens
 
 pytestmark = pytest.mark.long
@@ -25,17 +25,6 @@ SMALL = Hardware(kv_tokens=20_000)
 @pytest.fixture(scope="module")
 def requests() -> list[Asked]:
     return asked(CONV.lengths(FOLDER), 0)
-
-
-def test_max_tokens_is_the_power_of_two_that_cuts_almost_no_output() -> None:
-    assert max_tokens_of(CONV.lengths(FOLDER)) == 1024
-    assert max_tokens_of([(1, output) for output in range(1, 2001)] * 5) == 2048
-
-
-def test_a_seed_turns_the_trace_and_keeps_its_order(requests: list[Asked]) -> None:
-    turned = asked(CONV.lengths(FOLDER), 3)
-    start = next(at for at in range(len(requests)) if requests[at:] + requests[:at] == turned)
-    assert start > 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=12))

@@ -12,6 +12,7 @@ from sidecar.cli import main
 from sidecar.cli.check import ALERTS
 from tests.otel.files import alerts
 from tests.support.each import each
+from tests.support.in_process import complaint, output
 from tests.support.middleware import write_policy
 
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -51,28 +52,22 @@ def test_a_bad_policy_prints_every_mistake_on_standard_error(
     )
 
 
-def test_what_needs_a_store_is_a_warning_where_none_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_needs_a_store_is_a_warning_where_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SIDECAR_STORE", raising=False)
     path = write_policy(tmp_path, "stored_tenants: true\n", acme="limits: {tokens_per_day: 1M}\n")
     stored = len(path.read_text().splitlines())
-    assert main(["check", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed = output("check", tmp_path)
     assert f"policy.yaml:{stored}: stored_tenants: no sidecar starts with stored_tenants but with a store" in printed
     assert "tenants: no sidecar starts with tokens_per_day and tokens_per_month but with a store" in printed
     monkeypatch.setenv("SIDECAR_STORE", "redis://127.0.0.1:1/0")
-    assert main(["check", str(tmp_path)]) == 0
-    assert "no sidecar starts" not in capsys.readouterr().out
+    assert "no sidecar starts" not in output("check", tmp_path)
     monkeypatch.delenv("SIDECAR_STORE")
     write_policy(tmp_path, "stored_tenants: true\nstore: redis://127.0.0.1:1/0\n")
-    assert main(["check", str(tmp_path)]) == 0
-    assert "no sidecar starts" not in capsys.readouterr().out
+    assert "no sidecar starts" not in output("check", tmp_path)
 
 
-def test_json_on_standard_output_is_nothing_but_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(POLICIES), "--json", "-"]) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_json_on_standard_output_is_nothing_but_json() -> None:
+    result = json.loads(output("check", POLICIES, "--json", "-"))
     assert result["ok"] is True
     assert result["tiers"][0] == {
         "tier": "critical",
@@ -94,35 +89,28 @@ def test_the_json_of_a_bad_policy_lists_its_mistakes(tmp_path: Path) -> None:
     assert json.loads(result.read_text()) == {"ok": False, "errors": [error]}
 
 
-def test_a_path_with_nothing_there_says_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(tmp_path / "nothing")]) == 1
-    said = capsys.readouterr().err
+def test_a_path_with_nothing_there_says_what_to_give(tmp_path: Path) -> None:
+    said = complaint("check", tmp_path / "nothing")
     how = "`sidecar init` writes a policy for an engine, or name another file or folder"
     assert said.startswith(f"{tmp_path}/nothing: there is no such file or folder; {how}\n")
-    assert main(["check", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
+    said = complaint("check", tmp_path)
     assert said.startswith(f"{tmp_path}/policy.yaml: there is no such file; {how}\n")
-    assert main(["check", str(tmp_path / "nothing"), "--json", "-"]) == 1
-    (error,) = json.loads(capsys.readouterr().out)["errors"]
+    (error,) = json.loads(output("check", tmp_path / "nothing", "--json", "-", code=1))["errors"]
     assert (error["file"], error["line"]) == (f"{tmp_path}/nothing", None)
 
 
-def test_a_tenants_file_is_no_policy_and_says_so_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tenants_file_is_no_policy_and_says_so_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "acme.yaml"
     path.write_text('# A tenant\ntenant: acme\nkeys: ["sha256:00"]\ntier: high\n')
-    assert main(["check", str(path)]) == 1
-    said = capsys.readouterr().err
+    said = complaint("check", path)
     assert said.startswith(f"{path}:2: tenant: this is a tenant's file; name the policy's own file, or the folder")
     assert "\n1 mistake;" in said
 
 
-def test_a_dimension_without_a_bound_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dimension_without_a_bound_has_no_table(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("engine: none\ncapacity: {tokens: 5k}\ntiers: {normal: {}}\nanonymous: normal\n")
-    assert main(["check", str(path)]) == 0
-    printed = capsys.readouterr().out
+    printed = output("check", path)
     assert "pool: 5,000 tokens; requests are not bounded\n" in printed
     assert "in requests" not in printed
     assert "5,000       5,000             0  the whole pool\n" in printed  # without a reserve nothing is certain
@@ -139,8 +127,7 @@ def test_alerts_that_no_promise_of_the_policy_can_raise_are_counted(
     silent = "AdmissionTierStarves (starvation), AdmissionTierStarved (starvation), AdmissionSloGuardInVain (hold)"
     assert f"\n3 alerts can never fire, as no tier promises it: {silent}\n" in capsys.readouterr().out
     path.write_text(text.replace("SLO", "queue_wait: 1s, ttft: 2s, starvation: 1m, tpot: 50ms, hold: 97%"))
-    assert main(["check", str(path)]) == 0
-    assert "can never fire" not in capsys.readouterr().out
+    assert "can never fire" not in output("check", path)
     in_rules = {rule.name: rule.expression for rule in alerts() if "admission_slo_" in rule.expression}
     for key, names in ALERTS.items():
         metric = f"admission_slo_{key}" if key == "hold" else f"admission_slo_{key}_seconds"
@@ -148,47 +135,42 @@ def test_alerts_that_no_promise_of_the_policy_can_raise_are_counted(
     assert not in_rules
 
 
-def test_a_pool_whose_size_the_engine_tells_is_shown_in_shares(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pool_whose_size_the_engine_tells_is_shown_in_shares(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(
         "engine: sglang\ncapacity: {from: engine, fraction: 90%}\nanonymous: normal\nsources: [header, key]\n"
         "tiers: {high: {reserve: 20%, lend: 50%}, normal: {reserve: 10%, limit: 60%}}\n"
     )
-    assert main(["check", str(path)]) == 0
-    printed = capsys.readouterr().out
+    printed = output("check", path)
     assert "pool: 90% of the tokens that the engine holds; the requests that the engine runs at once, and 2 " in printed
     assert "share of the pool  reserve" in printed
     assert "20%        10%   100%         90%           90%  the pool less what the other tiers reserve\n" in printed
     assert "10%         0%    60%         60%           60%  the tier's limit\n" in printed
     assert "no warnings" in printed
-    assert main(["check", str(path), "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["capacity"] == {"tokens": None, "requests": None, "from": "engine"}
+    assert json.loads(output("check", path, "--json", "-"))["capacity"] == {
+        "tokens": None,
+        "requests": None,
+        "from": "engine",
+    }
     path.write_text(path.read_text().replace("{from: engine", "{from: engine, tokens: 10k"))
-    assert main(["check", str(path)]) == 0
-    printed = capsys.readouterr().out
+    printed = output("check", path)
     assert "pool: 10,000 tokens; the requests that the engine runs at once, and 2 that wait in it\n" in printed
     assert "in tokens  reserve" in printed
     assert "share of requests  reserve" in printed
 
 
-def test_max_request_tokens_is_named_where_it_sets_the_size_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_max_request_tokens_is_named_where_it_sets_the_size_limit(tmp_path: Path) -> None:
     tiers = "tiers: {high: {reserve: 20%, max_request_tokens: 300}, normal: {reserve: 10%}}\nanonymous: normal\n"
     path = tmp_path / "policy.yaml"
     path.write_text(f"engine: vllm\ncapacity: {{tokens: 1k, requests: 8}}\n{tiers}")
-    assert main(["check", str(path)]) == 0
-    assert "        300           300  its max_request_tokens\n" in capsys.readouterr().out
+    assert "        300           300  its max_request_tokens\n" in output("check", path)
     path.write_text(f"engine: vllm\ncapacity: {{from: engine, requests: 8}}\n{tiers}")
-    assert main(["check", str(path)]) == 0
-    printed = capsys.readouterr().out
+    printed = output("check", path)
     assert "the pool less what the other tiers reserve; 300 tokens at most, its max_request_tokens\n" in printed
     assert "in requests  reserve" in printed
 
 
-def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(
         "engine: vllm\ncapacity: {requests: 8}\nmode: observe\ntiers: {high: {reserve: 20%}, normal: {reserve: 10%}}\n"
         "anonymous: normal\ntenants: '*.tenant'\n"
@@ -202,8 +184,7 @@ def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path, capsys: pytes
     ):
         keys = f'keys: ["sha256:{digit * 64}"]'
         (tmp_path / f"{name}.tenant").write_text(f"tenant: {name}\n{keys}\ntier: high\n{rest}")
-    assert main(["check", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed = output("check", tmp_path)
     assert "mode: observe; every request passes, and `sidecar observed` reports what enforcing would do\n" in printed
     assert (
         "  acme: high; 1 key, weight 1\n"
@@ -217,8 +198,7 @@ def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path, capsys: pytes
         "    users: by header x-user-id, body user; take turns; each 20 requests a minute (1m of that at once)\n"
         "  without a key: normal\n"
     ) in printed
-    assert main(["check", str(tmp_path), "--json", "-"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    figures = json.loads(output("check", tmp_path, "--json", "-"))
     assert figures["mode"] == "observe"
     assert figures["limits"]["acme"] == {
         "requests_per_minute": 600,
@@ -234,9 +214,7 @@ def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path, capsys: pytes
 def test_a_reader_that_stops_gets_no_traceback() -> None:
     command = [sys.executable, "-m", "sidecar.cli", "check", str(POLICIES)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.close()
-        assert process.stderr is not None
         assert (process.stderr.read(), process.wait(20)) == (b"", 128 + signal.SIGPIPE)
 
 
@@ -273,15 +251,11 @@ def test_an_engine_that_does_not_say_how_many_requests_it_runs_is_warned_of(
         ),
     ],
 )
-def test_the_way_to_learn_is_said_below_the_capacity(
-    learn: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_way_to_learn_is_said_below_the_capacity(learn: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(f"engine: vllm\ncapacity: {{tokens: 5k, requests: 8{learn}}}\ntiers: {{normal: {{}}}}\n")
-    assert main(["check", str(path)]) == 0
-    assert f"pool: 5,000 tokens; 8 requests\n{said}" in capsys.readouterr().out
-    assert main(["check", str(path), "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["learn"] == (learn.rpartition(" ")[2] or "cautious")
+    assert f"pool: 5,000 tokens; 8 requests\n{said}" in output("check", path)
+    assert json.loads(output("check", path, "--json", "-"))["learn"] == (learn.rpartition(" ")[2] or "cautious")
 
 
 @each(
@@ -300,11 +274,8 @@ def test_the_way_to_learn_is_said_below_the_capacity(
         ("anonymous: deny\nunguarded: generating", None),
     ],
 )
-def test_who_reads_an_engines_pages_is_said(
-    more: str, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_reads_an_engines_pages_is_said(more: str, said: str | None, tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(f"engine: vllm\ncapacity: {{requests: 8}}\ntiers: {{high: {{}}}}\ndefault_tier: high\n{more}\n")
-    assert main(["check", str(path)]) == 0
-    _, *found = capsys.readouterr().out.split("\non an engine's server ")
+    _, *found = output("check", path).split("\non an engine's server ")
     assert [line[: len(said or "")] for line in found] == ([] if said is None else [said])

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +19,10 @@ from sidecar.policy.store import store_address
 from sidecar.pools.calls import TierHeld
 from sidecar.tools.demo import runs as demo_runs
 from sidecar.tools.demo.figures import RunMeasurement
-from tests.support.in_process import ran
-from tests.support.redis_servers import RedisServer, first_binary, free_port
+from tests.support.commands import command
+from tests.support.http import fetch
+from tests.support.in_process import complaint, output, ran
+from tests.support.redis_servers import RedisServer, first_binary, free_port, until
 from tests.tools.demo.figures import run_figures, three
 
 DISTRIBUTIONS = ("ttft_s", "queue_wait_s", "starvation_s")
@@ -32,48 +30,19 @@ LADDER = ["critical", "high", "normal", "low", "batch"]
 Play = Callable[..., RunMeasurement]
 
 
-class Live:
-    """`sidecar demo` while it runs; it is ended with the block."""
+def live_page(process: subprocess.Popen[str]) -> str:
+    """The address in the first line of `sidecar demo`."""
+    first = process.stdout.readline()
+    found = re.fullmatch(r"Live page of the third run, while the demo runs: (http://127\.0\.0\.1:\d+/)\n", first)
+    assert found, first
+    return found[1]
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "sidecar.cli", "demo", *arguments]
-        variables = {**os.environ, **environment}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=variables)
 
-    def __enter__(self) -> Live:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self.process:
-            self.process.kill()
-
-    def page(self) -> str:
-        """The address in its first line."""
-        assert self.process.stdout is not None
-        first = self.process.stdout.readline()
-        found = re.fullmatch(r"Live page of the third run, while the demo runs: (http://127\.0\.0\.1:\d+/)\n", first)
-        assert found, first
-        return found[1]
-
-    def overview(self, page: str) -> dict[str, Any]:
-        """What the page shows."""
-        with urllib.request.urlopen(f"{page}overview") as response:
-            found: dict[str, Any] = json.load(response)
-            return found
-
-    def until(self, page: str, holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Waits until the page shows something that `holds`."""
-        end_s = time.monotonic() + 60
-        while not holds(shown := self.overview(page)):
-            assert time.monotonic() < end_s, shown
-            time.sleep(0.2)
-
-    def ended(self) -> tuple[str, str]:
-        """What it printed from there on."""
-        out, errors = self.process.communicate(timeout=120)
-        assert self.process.returncode == 0, errors
-        return out, errors
+def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it printed from there on."""
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return out, errors
 
 
 @pytest.mark.long
@@ -81,12 +50,11 @@ class Live:
 def test_three_seconds_of_it_and_its_live_page_show_what_admission_does(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     # A store that is meant for servers is none of the demo's: it would play in, or wait for, somebody's real pool.
-    with Live("--seconds", "3", "--json", str(file), SIDECAR_STORE="redis://127.0.0.1:9/0") as live:
-        page = live.page()
-        with urllib.request.urlopen(page) as response:
-            assert b"<!doctype html>" in response.read().lower()
-        live.until(page, lambda shown: shown["held"]["requests"] > 100)  # while the third run plays
-        out, errors = live.ended()
+    with command("demo", "--seconds", "3", "--json", str(file), SIDECAR_STORE="redis://127.0.0.1:9/0") as demo:
+        page = live_page(demo)
+        assert b"<!doctype html>" in fetch(page).body.lower()
+        until(lambda: fetch(f"{page}overview").json["held"]["requests"] > 100, "the third run plays")
+        out, errors = ended(demo)
     assert "the tier that pays (normal)" in out.splitlines()[-1]
     assert "admission" in errors, "no progress was shown"
 
@@ -122,14 +90,18 @@ def test_three_seconds_of_it_and_its_live_page_show_what_admission_does(tmp_path
     assert late_s("control", "batch", "starvation_s") < 0.1
 
 
+def plays_on_three(shown: Any) -> bool:
+    return len(shown["replicas"]) == 3 and shown["held"]["requests"] > 100
+
+
 @pytest.mark.soak
 def test_replicas_share_one_pool_and_page_and_leave_nothing_in_the_store_that_stays(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     with RedisServer(first_binary(), tmp_path, password="opensesame") as server:
-        with Live("--replicas", "3", "--store", server.url, "--seconds", "3", "--json", str(file)) as live:
-            page = live.page()
-            live.until(page, lambda shown: len(shown["replicas"]) == 3 and shown["held"]["requests"] > 100)
-            out, errors = live.ended()
+        with command("demo", "--replicas", "3", "--store", server.url, "--seconds", "3", "--json", str(file)) as demo:
+            page = live_page(demo)
+            until(lambda: plays_on_three(fetch(f"{page}overview").json), "the third run plays on three replicas")
+            out, errors = ended(demo)
         left = server.command("KEYS", "*")
         assert [bool(re.fullmatch(r"ledger:\{demo-[0-9a-f]{16}\}", key)) for key in left] == [True], left
         assert server.command("PTTL", left[0]) > 0
@@ -175,10 +147,10 @@ def test_twelve_seconds_of_the_other_scene_show_an_slo_that_is_held(tmp_path: Pa
     assert "hold: 97%" in ended.stdout
 
 
-def test_the_other_scene_has_no_replicas(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["demo", "--slo", "--store", "redis://127.0.0.1:6379/0"])
-    assert "argument --slo: its servers share nothing" in capsys.readouterr().err
+def test_the_other_scene_has_no_replicas() -> None:
+    assert "argument --slo: its servers share nothing" in complaint(
+        "demo", "--slo", "--store", "redis://127.0.0.1:6379/0", code=2
+    )
 
 
 def test_a_store_that_does_not_answer_is_said_in_one_line_before_anything_runs() -> None:
@@ -229,12 +201,9 @@ def test_without_a_page_none_is_named(no_servers: Callable[[Play], None]) -> Non
     assert "page" not in ended.stdout + ended.stderr
 
 
-def test_a_failed_request_is_a_failed_demo(
-    no_servers: Callable[[Play], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_request_is_a_failed_demo(no_servers: Callable[[Play], None]) -> None:
     no_servers(lambda run, *_: run_figures(run.name, failed=1))
-    assert main(["demo"]) == 1
-    assert "1 failed" in capsys.readouterr().out
+    assert "1 failed" in output("demo", code=1)
 
 
 def test_every_run_gets_the_same_arrivals(no_servers: Callable[[Play], None]) -> None:
@@ -250,28 +219,21 @@ def test_every_run_gets_the_same_arrivals(no_servers: Callable[[Play], None]) ->
     assert played[0][1] == played[1][1] == played[2][1]
 
 
-def test_a_store_alone_means_one_replica(
-    no_servers: Callable[[Play], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_alone_means_one_replica(no_servers: Callable[[Play], None]) -> None:
     no_servers(figures_of)
-    assert main(["demo", "--store", "redis://:opensesame@127.0.0.1"]) == 0
-    said = capsys.readouterr().out
+    said = output("demo", "--store", "redis://:opensesame@127.0.0.1")
     assert "admission, 1 replica through redis://:***@127.0.0.1:6379/0  (util" in said
     assert "opensesame" not in said
 
 
-def test_replicas_without_a_store_read_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["demo", "--replicas", "3"])
-    assert "add --store redis://127.0.0.1:6379/0" in capsys.readouterr().err
+def test_replicas_without_a_store_read_what_to_write() -> None:
+    assert "add --store redis://127.0.0.1:6379/0" in complaint("demo", "--replicas", "3", code=2)
 
 
 @pytest.mark.parametrize("store", ["127.0.0.1:6379", "http://127.0.0.1", "redis://:open@sesame@127.0.0.1", ""])
-def test_a_store_address_that_cannot_be_read_is_said_so(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_address_that_cannot_be_read_is_said_so(store: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as mistake:
         store_address(store)
-    with pytest.raises(SystemExit, match="2"):
-        main(["demo", "--replicas", "3", f"--store={store}"])
-    said = capsys.readouterr().err
+    said = complaint("demo", "--replicas", "3", f"--store={store}", code=2)
     assert said.splitlines()[-1] == f"sidecar demo: error: argument --store: {mistake.value}"
     assert "sesame" not in said

@@ -7,7 +7,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import command
 from tests.support.redis_servers import RedisServer, first_binary
 
 MARK = "TEST_MARK"
@@ -41,14 +41,10 @@ def marked(mark: str) -> list[int]:
 @contextmanager
 def demo(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     mark = secrets.token_hex(8)
-    command = [sys.executable, "-m", "sidecar.cli", "demo", *arguments]
-    environment = {**os.environ, MARK: mark}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+    with command("demo", *arguments, **{MARK: mark}) as process:
         try:
             yield process, mark
         finally:
-            process.kill()
             for pid in marked(mark):
                 os.kill(pid, signal.SIGKILL)
 
@@ -66,7 +62,6 @@ def ends(process: subprocess.Popen[str], mark: str, number: signal.Signals) -> t
 
 def awaits(process: subprocess.Popen[str], errors: str) -> None:
     """Reads its standard error up to a line like that."""
-    assert process.stderr is not None
     while line := process.stderr.readline():
         if re.search(errors, line):
             return
@@ -123,12 +118,10 @@ def test_replicas_end_too(after: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_page_that_is_open_does_not_hold_it_up() -> None:
     with demo("--seconds", "3") as (process, mark):
-        assert process.stdout is not None
         address = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
         assert address
         reading: Sequence[str] = ["curl", "-sN", f"{address[0]}/overview/stream"]
         with subprocess.Popen(reading, stdout=subprocess.PIPE) as page:
-            assert page.stdout is not None
             assert page.stdout.readline()
             awaits(process, r"control.* 0\.0 s")
             assert len(marked(mark)) == 1 + 3 + 1

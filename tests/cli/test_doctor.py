@@ -7,16 +7,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sidecar.cli import main
-from tests.support.in_process import emulated_engine, ran
+from tests.support.http import fetch
+from tests.support.in_process import complaint, emulated_engine, ran
+from tests.support.redis_servers import until
 
 SIDECAR = (sys.executable, "-m", "sidecar.cli")
 
@@ -57,9 +56,10 @@ def test_what_is_broken_is_a_one_and_standard_output_is_nothing_but_json() -> No
     assert found["bursts"] == []
 
 
-def test_no_server_there_is_a_two(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--upstream", "http://127.0.0.1:9"]) == 2
-    assert capsys.readouterr().err.startswith("sidecar doctor: cannot reach http://127.0.0.1:9: ")
+def test_no_server_there_is_a_two() -> None:
+    assert complaint("doctor", "--upstream", "http://127.0.0.1:9", code=2).startswith(
+        "sidecar doctor: cannot reach http://127.0.0.1:9: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,14 @@ def test_no_server_there_is_a_two(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "--upstream"),
     ],
 )
-def test_a_wrong_command_line_says_what_would_be_right(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", *arguments])
-    assert said in capsys.readouterr().err
+def test_a_wrong_command_line_says_what_would_be_right(arguments: list[str], said: str) -> None:
+    assert said in complaint("doctor", *arguments, code=2)
 
 
-def test_a_policy_that_cannot_be_read_is_a_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--upstream", "http://127.0.0.1:9", "--policy", str(tmp_path / "none")]) == 2
-    assert "there is no such file" in capsys.readouterr().err
+def test_a_policy_that_cannot_be_read_is_a_two(tmp_path: Path) -> None:
+    assert "there is no such file" in complaint(
+        "doctor", "--upstream", "http://127.0.0.1:9", "--policy", tmp_path / "none", code=2
+    )
 
 
 @pytest.mark.long
@@ -92,26 +89,16 @@ def test_control_c_leaves_no_work_at_the_engine() -> None:
     with emulated_engine("--engine", "vllm", "--max-num-seqs", "2", "--step-ms", "40") as url:
         command = [*SIDECAR, "doctor", "--upstream", url]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            _until(lambda: _waiting(url) > 20)
+            until(lambda: _waiting(url) > 20, "twenty wait")
             process.send_signal(signal.SIGINT)
             _, error = process.communicate(timeout=10)
         assert process.returncode == 130
         assert "Traceback" not in error
-        _until(lambda: _waiting(url) == 0)
+        until(lambda: _waiting(url) == 0, "none waits")
 
 
 def _waiting(url: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as page:
-        text = page.read().decode()
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_waiting{"))
-
-
-def _until(condition: object) -> None:
-    assert callable(condition)
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    return fetch(f"{url}/metrics").total("vllm:num_requests_waiting")
 
 
 @pytest.mark.long
@@ -282,10 +269,7 @@ def test_an_engine_without_a_prefix_cache_is_named_where_requests_are_drawn_by_i
         ("engines: {file: e.yaml}", "the engine list is empty: give --upstream URL of an engine"),
     ],
 )
-def test_without_an_address_it_says_what_to_give(
-    tmp_path: Path, engines: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_an_address_it_says_what_to_give(tmp_path: Path, engines: str, said: str) -> None:
     (tmp_path / "e.yaml").write_text("engines: []\n")
     (tmp_path / "policy.yaml").write_text(f"engine: vllm\ntiers: {{normal: {{}}}}\n{engines}\n")
-    assert main(["doctor", "--policy", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"sidecar doctor: {said}\n"
+    assert complaint("doctor", "--policy", tmp_path, code=2) == f"sidecar doctor: {said}\n"

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import statistics
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from sidecar.tools.loadgen import Seen, play
 from sidecar.tools.simulate.model_fit import fit, predicted
 from sidecar.tools.step_model.model import EngineModel, load_model
 from tests.support.commands import address, command
-from tests.support.in_process import emulated_engine, ran
+from tests.support.http import fetch
+from tests.support.in_process import complaint, emulated_engine, ran
 from tests.support.serving import serving
 from tests.tools.doctor.between import Edit, between, drops_member
 from tests.tools.emulator.emulated import VLLM, emulated
@@ -104,19 +104,14 @@ def test_what_it_measured_once_is_in_no_prefix_cache_the_next_time(tmp_path: Pat
     with emulated_engine("--engine", "vllm", "--max-num-seqs", "8", "--step-ms", "2", "--enable-prefix-caching") as url:
 
         def hits() -> float:
-            with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
-                lines = page.read().decode().splitlines()
-            return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total{"))
+            return fetch(f"{url}/metrics").total("vllm:prefix_cache_hits_total")
 
         for _ in range(2):
             ended = ran("doctor", "--upstream", url, *arguments)
             assert ended.returncode == 0, ended.stdout + ended.stderr
         assert hits() == 0
         for _ in range(2):  # the control: what comes again is in it
-            body = json.dumps({"model": "emulated", "max_tokens": 1, "prompt": "word " * 500}).encode()
-            headers = {"content-type": "application/json"}
-            request = urllib.request.Request(f"{url}/v1/completions", body, headers)
-            urllib.request.urlopen(request, timeout=60).close()
+            fetch(f"{url}/v1/completions", {"model": "emulated", "max_tokens": 1, "prompt": "word " * 500})
         assert hits() > 0
 
 
@@ -145,12 +140,8 @@ def test_simulate_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--upstream", "http://e", "--json", "engine.yaml"], "write to the same file: give two"),
     ],
 )
-def test_arguments_that_do_not_go_together_are_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", "--engine-model", "engine.yaml", *arguments])
-    assert said in capsys.readouterr().err
+def test_arguments_that_do_not_go_together_are_refused(arguments: list[str], said: str) -> None:
+    assert said in complaint("doctor", "--engine-model", "engine.yaml", *arguments, code=2)
 
 
 @pytest.mark.parametrize(
@@ -160,11 +151,8 @@ def test_arguments_that_do_not_go_together_are_refused(
         ("llama-3.1-8b-h100", "llama-3.1-8b-h100 is the name of a model that ships"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_found_out_before_anything_is_sent(
-    file: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", "--upstream", "http://127.0.0.1:9", "--engine-model", file]) == 2
-    assert said in capsys.readouterr().err
+def test_a_file_that_cannot_be_used_is_found_out_before_anything_is_sent(file: str, said: str) -> None:
+    assert said in complaint("doctor", "--upstream", "http://127.0.0.1:9", "--engine-model", file, code=2)
 
 
 def test_a_probe_that_fails_leaves_no_file_and_keeps_one_that_was_there(

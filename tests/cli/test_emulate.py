@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
-import subprocess
-import sys
-import urllib.request
 
-import pytest
-
-from sidecar.cli import main
+from tests.support.commands import command
+from tests.support.http import fetch
+from tests.support.in_process import complaint
 
 SUMMARY = re.compile(
     r"emulated dynamo on (http://127\.0\.0\.1:\d+), model emulated, priority scheduling, "
@@ -20,31 +16,13 @@ SUMMARY = re.compile(
 
 
 def test_it_says_what_runs_where_and_serves_there_until_it_is_asked_to_stop() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "sidecar.cli",
-        "emulate",
-        "--engine",
-        "dynamo",
-        "--port",
-        "0",
-        "--max-num-seqs",
-        "3",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            found = SUMMARY.fullmatch(process.stdout.readline())
-            assert found
-            with urllib.request.urlopen(f"{found[1]}/v1/models", timeout=10) as response:
-                assert json.load(response)["data"][0]["owned_by"] == "nvidia"
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(10) in (0, -signal.SIGTERM)
-        finally:
-            process.kill()
+    with command("emulate", "--engine", "dynamo", "--port", "0", "--max-num-seqs", "3") as process:
+        found = SUMMARY.fullmatch(process.stdout.readline())
+        assert found
+        assert fetch(f"{found[1]}/v1/models").json["data"][0]["owned_by"] == "nvidia"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) in (0, -signal.SIGTERM)
 
 
-def test_figures_that_no_engine_could_run_with_are_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["emulate", "--engine", "vllm", "--max-num-seqs", "0"]) == 2
-    assert "max_num_seqs" in capsys.readouterr().err
+def test_figures_that_no_engine_could_run_with_are_said_so() -> None:
+    assert "max_num_seqs" in complaint("emulate", "--engine", "vllm", "--max-num-seqs", "0", code=2)

@@ -13,9 +13,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from sidecar.cli import main
 from tests.fleet.served import ServedFleet, served_fleet
-from tests.support.in_process import ran, served_sidecar
+from tests.support.in_process import complaint, ran, served_sidecar
 from tests.support.middleware import write_policy
 
 pytestmark = pytest.mark.anyio
@@ -29,20 +28,19 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedFleet]:
         yield served
 
 
-def said(capsys: pytest.CaptureFixture[str], fleet: ServedFleet, *arguments: str) -> tuple[int, str, str]:
-    code = main(["engines", *arguments, "--admin", fleet.admin])
-    printed = capsys.readouterr()
-    return code, printed.out.strip(), printed.err.strip()
+def said(fleet: ServedFleet, *arguments: str) -> tuple[int, str, str]:
+    ended = ran("engines", *arguments, "--admin", fleet.admin)
+    return ended.returncode, ended.stdout.strip(), ended.stderr.strip()
 
 
 @pytest.mark.long
-def test_a_table_of_the_engines(fleet: ServedFleet, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, fleet, "list")
+def test_a_table_of_the_engines(fleet: ServedFleet) -> None:
+    code, out, _ = said(fleet, "list")
     head, first, second = (line.split() for line in out.splitlines())
     assert (code, head[:4]) == (0, ["ENGINE", "STATE", "TOKENS", "REQUESTS"])
     assert first[:8] == ["e0#1", "ready", "0", "of", "20k", "0", "of", "4"]
     assert second[0] == "e1#1"
-    code, out, _ = said(capsys, fleet, "list", "--json", "-")
+    code, out, _ = said(fleet, "list", "--json", "-")
     assert (code, [row["id"] for row in json.loads(out)["engines"]]) == (0, ["e0#1", "e1#1"])
 
 
@@ -66,14 +64,14 @@ async def test_a_drain_returns_when_the_engine_has_sent_its_last_byte(fleet: Ser
         assert {answer.headers["x-admission-engine"] for answer in answers[:4]} == {"e0", "e1"}
 
 
-def test_a_resume_and_the_sentences_of_each(fleet: ServedFleet, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, fleet, "drain", "e0")[1] in (
+def test_a_resume_and_the_sentences_of_each(fleet: ServedFleet) -> None:
+    assert said(fleet, "drain", "e0")[1] in (
         "engine e0 gets no new requests; it holds 0 requests (0 tokens) now",
         "engine e0 is empty, and gets no new requests",
     )
-    assert said(capsys, fleet, "resume", "e0")[:2] == (0, "engine e0 takes requests again; it is ready")
-    assert said(capsys, fleet, "resume", "e0")[:2] == (0, "engine e0 takes requests again; it is ready")
-    code, out, err = said(capsys, fleet, "drain", "e9")
+    assert said(fleet, "resume", "e0")[:2] == (0, "engine e0 takes requests again; it is ready")
+    assert said(fleet, "resume", "e0")[:2] == (0, "engine e0 takes requests again; it is ready")
+    code, out, err = said(fleet, "drain", "e9")
     assert (code, out) == (1, "")
     assert err == "sidecar engines: no engine is called 'e9'; the engines are e0, e1"
 
@@ -107,11 +105,8 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), MISTAKES)
-def test_a_wrong_command_line_asks_nothing(
-    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["engines", *arguments, "--admin", "http://127.0.0.1:9"]) == 2
-    assert sentence in capsys.readouterr().err
+def test_a_wrong_command_line_asks_nothing(arguments: tuple[str, ...], sentence: str) -> None:
+    assert sentence in complaint("engines", *arguments, "--admin", "http://127.0.0.1:9", code=2)
 
 
 def test_a_sidecar_of_one_engine_says_so(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from sidecar.cli import COMMANDS, main
 from sidecar.cli.environment import from_environment, options_by_name, variable_for
+from tests.support.in_process import complaint, output
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
@@ -76,16 +77,14 @@ def read_help(**environment: str) -> bool:
     return ended.value.code == 0
 
 
-def test_a_command_reads_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIDECAR_SERVE_POLICY", "/nowhere/policy.yaml")
-    assert main(["serve", "--upstream", "http://127.0.0.1:9"]) == 1
-    assert "/nowhere/policy.yaml" in capsys.readouterr().err
+    assert "/nowhere/policy.yaml" in complaint("serve", "--upstream", "http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_a_completion_script_has_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
+def test_a_completion_script_has_every_command(shell: str) -> None:
+    script = output("completion", shell)
     assert all(command in script for command in COMMANDS)
 
 
@@ -102,9 +101,6 @@ def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.Capt
     assert found.stdout.split() == ["--take-over-pool", "observed"]
 
 
-def test_without_shtab_it_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_shtab_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 2
-    assert "pip install './admission-sidecar[completion]'" in capsys.readouterr().err
+    assert "pip install './admission-sidecar[completion]'" in complaint("completion", "bash", code=2)

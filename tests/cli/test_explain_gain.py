@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from sidecar.admission.request_gain import GainMeter
-from sidecar.cli import main
 from sidecar.policy.compiler import load
 from sidecar.scheduling.tickets import TicketGain
 from tests.support.each import each
+from tests.support.in_process import output
 from tests.support.middleware import App, Caller, Guarded
 
 POOL = """\
@@ -38,17 +38,15 @@ def policy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def explained(policy: Path, *arguments: str, path: str = "/v1/chat/completions") -> dict[str, Any]:
+def explained(policy: Path, *arguments: str, path: str = "/v1/chat/completions") -> tuple[Any, str]:
+    """The figures, and what is printed beside them."""
     target = policy / "result.json"
-    assert main(["explain", str(policy), "--path", path, "--json", str(target), *arguments]) == 0
-    found = json.loads(target.read_text())["gain"]
-    assert isinstance(found, dict)
-    return found
+    printed = output("explain", policy, "--path", path, "--json", target, *arguments)
+    return json.loads(target.read_text())["gain"], printed
 
 
-def test_every_figure_and_rule_is_explained_to_a_stranger(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", str(policy), "--path", "/v1/chat/completions", "--header", "x-priority: high"]) == 0
-    out = capsys.readouterr().out
+def test_every_figure_and_rule_is_explained_to_a_stranger(policy: Path) -> None:
+    out = output("explain", policy, "--path", "/v1/chat/completions", "--header", "x-priority: high")
     assert (
         out[out.index("4. ") : out.index("5. ")]
         == """\
@@ -70,59 +68,56 @@ def test_every_figure_and_rule_is_explained_to_a_stranger(policy: Path, capsys: 
     )
 
 
-def test_an_order_by_level_has_no_such_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "policy.yaml").write_text(POOL.replace("order: gain\nfair: 25%\n", ""))
-    target = tmp_path / "result.json"
-    assert main(["explain", str(tmp_path), "--path", "/v1/chat/completions", "--json", str(target)]) == 0
-    assert json.loads(target.read_text())["gain"] is None
-    assert "4. The priority sent to the engine" in capsys.readouterr().out
+def test_an_order_by_level_has_no_such_step(policy: Path) -> None:
+    (policy / "policy.yaml").write_text(POOL.replace("order: gain\nfair: 25%\n", ""))
+    found, out = explained(policy)
+    assert found is None
+    assert "4. The priority sent to the engine" in out
 
 
-def test_a_tier_that_is_always_first_is_said_to_be(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert explained(policy, "--header", "x-priority: critical")["always_first"]
-    assert "   tier critical is always first: before all that is ordered by gain" in capsys.readouterr().out
+def test_a_tier_that_is_always_first_is_said_to_be(policy: Path) -> None:
+    found, out = explained(policy, "--header", "x-priority: critical")
+    assert found["always_first"]
+    assert "   tier critical is always first: before all that is ordered by gain" in out
 
 
-def test_a_request_larger_than_its_floor_waits_for_a_turn(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = explained(policy, "--header", "x-priority: normal")
+def test_a_request_larger_than_its_floor_waits_for_a_turn(policy: Path) -> None:
+    found, out = explained(policy, "--header", "x-priority: normal")
     assert found["floor"] == {
         "fair": 0.25, "reserve": 0.0004, "lend": 1.0, "part": 0.0001, "tokens": 10, "requests": 1, "fits": False,
     }  # fmt: skip
     said = "   first     while its tier's floor, which is smaller than it, is not full: by turns   (rule"
-    assert said in capsys.readouterr().out
+    assert said in out
 
 
-def test_without_an_objective_a_request_is_last(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = explained(policy, "--header", "x-priority: batch")
+def test_without_an_objective_a_request_is_last(policy: Path) -> None:
+    found, out = explained(policy, "--header", "x-priority: batch")
     assert (found["earns"], found["weight"], found["floor"]["fits"]) == (None, None, False)
-    out = capsys.readouterr().out
     assert "   floor     tier batch has none (fair 25% of its reserve, 0%)\n" in out
     assert "   last      by level, in fair order: its tier has no `slo` with both `ttft` and `tpot`" in out
 
 
-def test_a_request_that_generates_nothing_earns_nothing(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = explained(policy, "--header", "x-priority: high", path="/v1/embeddings")
+def test_a_request_that_generates_nothing_earns_nothing(policy: Path) -> None:
+    found, out = explained(policy, "--header", "x-priority: high", path="/v1/embeddings")
     assert found["earns"] is None
     assert set(found["densities"].values()) == {None}
-    assert (
-        "last      by level, in fair order: it generates no tokens, or no one waits for them" in capsys.readouterr().out
-    )
+    assert "last      by level, in fair order: it generates no tokens, or no one waits for them" in out
 
 
-def test_headers_loosen_the_objective_and_never_tighten_it(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_headers_loosen_the_objective_and_never_tighten_it(policy: Path) -> None:
     headers = ("--header", "x-priority: high", "--header", "x-slo-ttft-ms: 2500", "--header", "x-slo-tpot-ms: 5")
-    found = explained(policy, *headers)
+    found, out = explained(policy, *headers)
     assert (found["ttft_s"], found["tpot_s"], found["ignored"]) == (2.5, 0.06, ["x-slo-tpot-ms"])
     said = "the first token within 2.5s, then one every 60ms, loosened by its headers; ignored: x-slo-tpot-ms"
-    assert said in capsys.readouterr().out
+    assert said in out
 
 
-def test_a_pool_that_the_engine_sizes_has_parts_of_it(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_that_the_engine_sizes_has_parts_of_it(policy: Path) -> None:
     text = POOL.replace("{tokens: 100000, requests: 64}", "{from: engine}")
     (policy / "policy.yaml").write_text(text)
-    found = explained(policy, "--header", "x-priority: high")
+    found, out = explained(policy, "--header", "x-priority: high")
     assert (found["floor"]["tokens"], found["floor"]["part"]) == (None, 0.1)
-    assert "tier high has 10% of the pool (what it never lends of its reserve, 20%)" in capsys.readouterr().out
+    assert "tier high has 10% of the pool (what it never lends of its reserve, 20%)" in out
 
 
 @each("tier", ["high", "normal", "batch"])
@@ -149,7 +144,7 @@ def test_the_figures_are_those_that_the_sidecar_gives_the_request(
     (policy / "body.json").write_text(json.dumps({"model": "m", **body}))
     raw, headers = (policy / "body.json").read_bytes(), [(b"x-priority", tier.encode())]
     asyncio.run(Caller(Guarded(App(), load(policy)).sidecar, raw, headers=headers).run())
-    found = explained(policy, "--header", f"x-priority: {tier}", "--body", str(policy / "body.json"))
+    found, _ = explained(policy, "--header", f"x-priority: {tier}", "--body", str(policy / "body.json"))
     figures, of_explain = given
     assert figures == of_explain
     assert (figures is None) == (found["earns"] is None) == (tier == "batch")

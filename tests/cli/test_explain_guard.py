@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.cli import main
 from tests.support.each import each
+from tests.support.in_process import output
 
 POOL = """\
 engine: vllm
@@ -32,10 +32,8 @@ def policy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def printed(policy: Path, tier: str, capsys: pytest.CaptureFixture[str]) -> str:
-    ask = ["--path", "/v1/chat/completions", "--header", f"x-priority: {tier}"]
-    assert main(["explain", str(policy), *ask]) == 0
-    return capsys.readouterr().out
+def printed(policy: Path, tier: str, *more: object) -> str:
+    return output("explain", policy, "--path", "/v1/chat/completions", "--header", f"x-priority: {tier}", *more)
 
 
 @each(
@@ -65,22 +63,19 @@ def printed(policy: Path, tier: str, capsys: pytest.CaptureFixture[str]) -> str:
         ),
     ],
 )
-def test_the_rule_is_explained_to_a_stranger(
-    tier: str, lines: list[str], policy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = printed(policy, tier, capsys).split(f"{TITLE}\n")[1].split("\n\n")[0]
+def test_the_rule_is_explained_to_a_stranger(tier: str, lines: list[str], policy: Path) -> None:
+    said = printed(policy, tier).split(f"{TITLE}\n")[1].split("\n\n")[0]
     assert said == "\n".join(f"   {line}" for line in lines)
 
 
-def test_a_tier_that_nothing_holds_back_has_no_such_step(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert TITLE not in printed(policy, "critical", capsys)
+def test_a_tier_that_nothing_holds_back_has_no_such_step(policy: Path) -> None:
+    assert TITLE not in printed(policy, "critical")
     (policy / "policy.yaml").write_text(POOL.replace(", hold: 97%", ""))
-    assert TITLE not in printed(policy, "batch", capsys)
+    assert TITLE not in printed(policy, "batch")
 
 
 def test_the_figures_are_there_as_json(policy: Path) -> None:
     target = policy / "result.json"
-    ask = ["--path", "/v1/chat/completions", "--header", "x-priority: batch", "--json", str(target)]
-    assert main(["explain", str(policy), *ask]) == 0
+    printed(policy, "batch", "--json", target)
     (guard,) = json.loads(target.read_text())["guards"]["tiers"]
     assert guard == {"tier": "chat", "is_own": False, "share": 0.1, "ttft_s": 0.5, "tpot_s": 0.04, "hold": 0.97}

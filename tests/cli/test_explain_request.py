@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from tests.support.in_process import ran
 from tests.support.late import openai
 from tests.support.middleware import KEYS, TestedMiddleware, write_policy
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.tools.emulator.emulated import VLLM, emulated
 
 POLICY = """\
@@ -72,10 +72,7 @@ class Running:
 
     async def until(self, request_id: str, *events: str) -> None:
         """Returns when one of these has happened to it."""
-        end_s = time.monotonic() + 60
-        while not any(getattr(self.journal.find(request_id), event, None) for event in events):
-            assert time.monotonic() < end_s, self.journal.find(request_id)
-            await asyncio.sleep(0.002)
+        await until(lambda: any(getattr(self.journal.find(request_id), event, None) for event in events))
 
     async def _stream(self, tier: str, request_id: str, tokens: int) -> int:
         headers = {"x-priority": tier, "x-request-id": request_id}

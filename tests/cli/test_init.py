@@ -9,9 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
@@ -32,9 +29,11 @@ from sidecar.policy.compiler import load_files, shipped_policies
 from sidecar.policy.tenant_keys import hash_line
 from sidecar.policy.warnings import warnings
 from tests.support.commands import address, command
-from tests.support.in_process import emulated_engine, ran, served_sidecar
+from tests.support.http import fetch
+from tests.support.in_process import complaint, emulated_engine, output, ran, served_sidecar
 from tests.support.pages import Pages, serving_pages
 from tests.support.ports import free_ports
+from tests.support.redis_servers import until
 
 DIALECTS = ("vllm", "tensorrt-llm", "sglang", "dynamo")
 FAST = ("--max-num-seqs", "32", "--step-ms", "1", "--kv-tokens", "50000")
@@ -50,26 +49,17 @@ def files_of(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def check(folder: Path) -> dict[str, Any]:
     """What `sidecar check` says, without a mistake, and without a warning but that of an engine that says no number."""
-    capsys.readouterr()
-    assert main(["check", str(folder), "--json", "-"]) == 0
-    checked: dict[str, Any] = json.loads(capsys.readouterr().out)
+    checked: dict[str, Any] = json.loads(output("check", folder, "--json", "-"))
     assert [one for one in checked["warnings"] if "until it is seen to be full" not in one["message"]] == []
     return checked
 
 
 def asked(url: str, key: str) -> tuple[int, Mapping[str, str]]:
-    body = json.dumps({"model": "emulated", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]})
-    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", body.encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            answer.read()
-            return answer.status, dict(answer.headers)
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return refused.code, dict(refused.headers)
+    body = {"model": "emulated", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+    answer = fetch(f"{url}/v1/chat/completions", body, key=key)
+    return answer.status, answer.headers
 
 
 @contextmanager
@@ -82,21 +72,20 @@ def owned_by(owner: str) -> tuple[int, str]:
     return 200, json.dumps({"data": [{"id": "m", "owned_by": owner}]})
 
 
-def test_several_engines_make_one_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_engines_make_one_pool(tmp_path: Path) -> None:
     folder, engine = tmp_path / "policies", ("--engine", "sglang", *FAST)
     with emulated_engine(*engine) as one, emulated_engine(*engine) as two:
         urls = [one, two]
         ended = init("--upstream", urls[0], "--upstream", urls[1], "--dir", str(folder), "--json", str(tmp_path / "j"))
         assert (ended.returncode, ended.stderr) == (0, "")
     policy = load_files(folder).policy
-    assert policy.engines is not None
     assert [(engine.name, engine.url) for engine in policy.engines.static] == [
         ("engine-1", urls[0]),
         ("engine-2", urls[1]),
     ]
     assert all(engine.capacity.is_read for engine in policy.engines.static)
     assert dict(policy.models) == {}
-    checked = check(folder, capsys)
+    checked = check(folder)
     assert (checked["capacity"]["from"], len(checked["tiers"])) == ("engine", 5)  # 64 requests at once, together
     assert f"  sidecar serve --policy {folder}\n" in ended.stdout
     assert f"a policy for 2 engines, the first of them sglang 0.5.23 at {urls[0]}\n  engines:\n    static:\n" in (
@@ -133,10 +122,7 @@ def test_the_printed_commands_for_several_engines_run_to_the_end(tmp_path: Path)
             assert asked(url, key)[0] == 200
             assert "1 request" in shell(f"{observed} --admin {admin}", tmp_path)
             shell(enforce, tmp_path)
-            limit_s = time.monotonic() + 20
-            while "x-admission-mode" in asked(url, key)[1]:
-                assert time.monotonic() < limit_s
-                time.sleep(0.2)
+            until(lambda: "x-admission-mode" not in asked(url, key)[1], "it enforces")
             assert asked(url, key)[1]["x-admission-engine"] in {"engine-1", "engine-2", "engine-3"}
             rows = shell(f"{listed} --admin {admin}", tmp_path)
             assert all(f"engine-{number}#1" in rows for number in (1, 2, 3))
@@ -144,7 +130,7 @@ def test_the_printed_commands_for_several_engines_run_to_the_end(tmp_path: Path)
         engines.wait(20)
 
 
-def test_engines_of_several_models_get_a_pool_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_of_several_models_get_a_pool_for_each(tmp_path: Path) -> None:
     folder = tmp_path / "policies"
 
     def engine(model: str) -> Pages:
@@ -163,7 +149,7 @@ def test_engines_of_several_models_get_a_pool_for_each(tmp_path: Path, capsys: p
     for model in ("org/a", "org/b"):
         assert f"\n  sidecar observed --admin http://127.0.0.1:9464/models/{model}\n" in ended.stdout
     assert "\n  sidecar observed\n" not in ended.stdout
-    check(folder, capsys)
+    check(folder)
 
 
 def test_engines_that_fit_in_no_policy_together_are_refused(tmp_path: Path) -> None:
@@ -193,9 +179,7 @@ def test_engines_are_named_by_their_hosts_where_that_tells_them_apart(urls: list
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
-    dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(dialect: str, tmp_path: Path) -> None:
     folder = tmp_path / "policies"
     with emulated_engine("--engine", dialect, *FAST) as url:
         ended = init("--upstream", f"{url}/v1", "--dir", str(folder))
@@ -206,7 +190,7 @@ def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
         policy = load_files(folder).policy
         assert (policy.engine, policy.mode) == (ENGINES[dialect], Mode.OBSERVE)
         assert policy.engine_capacity is not None
-        checked = check(folder, capsys)
+        checked = check(folder)
         tiers = 3 if dialect == "vllm" else 5  # vLLM behind a network does not say how many requests it runs at once
         assert (len(checked["tiers"]), checked["tenants"]) == (tiers, ["chat", "nightly"])
         chat, nightly = KEY.findall(ended.stdout)
@@ -221,14 +205,11 @@ def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
 
             last = re.findall(r"^  (sed .*)$", ended.stdout, re.MULTILINE)[0]
             subprocess.run(last, shell=True, check=True)  # the command as it is printed
-            until_s = time.monotonic() + 20
-            while asked(sidecar, "sk-no-tenant-has-this-one")[0] != 401:
-                assert time.monotonic() < until_s
-                time.sleep(0.1)
+            until(lambda: asked(sidecar, "sk-no-tenant-has-this-one")[0] == 401, "it enforces")
             status, headers = asked(sidecar, nightly)
             assert (status, headers["x-admission-tier"]) == (200, "batch")
             assert "x-admission-mode" not in headers
-        check(folder, capsys)
+        check(folder)
 
 
 def test_a_sidecar_in_the_engines_place_is_named_and_the_printed_port_is_not_its_own(tmp_path: Path) -> None:
@@ -261,25 +242,22 @@ def test_the_printed_ports_are_free_and_not_the_upstreams(
     assert f"  sidecar observed --admin http://127.0.0.1:{first + 3}\n" in printed
 
 
-def test_requests_without_a_key_are_refused_unless_a_tier_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["init", str(tmp_path / "a")]) == 0
-    assert "  anonymous: deny\n    requests without a key get 401 once it is enforced" in capsys.readouterr().out
+def test_requests_without_a_key_are_refused_unless_a_tier_is_asked_for(tmp_path: Path) -> None:
+    assert "  anonymous: deny\n    requests without a key get 401 once it is enforced" in output("init", tmp_path / "a")
     assert load_files(tmp_path / "a").policy.anonymous is None
-    assert main(["init", str(tmp_path / "b"), "--anonymous", "batch"]) == 0
-    assert "  anonymous: batch\n    requests without a key get tier batch;" in capsys.readouterr().out
+    assert "  anonymous: batch\n    requests without a key get tier batch;" in output(
+        "init", tmp_path / "b", "--anonymous", "batch"
+    )
     policy = load_files(tmp_path / "b").policy
-    assert policy.anonymous is not None
     assert policy.tiers[policy.anonymous.max_level].name == "batch"
-    assert main(["init", str(tmp_path / "c"), "--anonymous", "low"]) == 1
-    assert "there is no tier low; write deny, high or normal or batch; nothing" in capsys.readouterr().err
+    assert "there is no tier low; write deny, high or normal or batch; nothing" in complaint(
+        "init", tmp_path / "c", "--anonymous", "low"
+    )
 
 
-def test_keys_are_written_to_files_and_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_written_to_files_and_not_printed(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "keys"
-    assert main(["init", str(tmp_path / "p"), "--keys-to", str(folder), "--json", "-"]) == 0
-    printed = capsys.readouterr().out
+    printed = output("init", tmp_path / "p", "--keys-to", folder, "--json", "-")
     assert KEY.search(printed) is None
     named = {one["tenant"]: Path(one["key_file"]) for one in json.loads(printed)["tenants"]}
     assert named == {name: folder / f"{name}.key" for name in ("chat", "nightly")}
@@ -287,22 +265,18 @@ def test_keys_are_written_to_files_and_not_printed(tmp_path: Path, capsys: pytes
     for name, file in named.items():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert policy.tenants[hash_line(file.read_text().strip()).removeprefix("sha256:")].name == name
-    assert main(["init", str(tmp_path / "q"), "--keys-to", str(tmp_path / "k")]) == 0
-    printed = capsys.readouterr().out
+    printed = output("init", tmp_path / "q", "--keys-to", tmp_path / "k")
     assert KEY.search(printed) is None
     assert (
         f"keys for the clients, in files that you alone may read\n  chat     high   {tmp_path}/k/chat.key\n" in printed
     )
 
 
-def test_a_key_that_is_there_is_not_overwritten_and_nothing_is_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_that_is_there_is_not_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
     mine = tmp_path / "keys" / "nightly.key"
     mine.parent.mkdir()
     mine.write_text("mine")
-    assert main(["init", str(tmp_path / "p"), "--keys-to", str(mine.parent)]) == 1
-    assert capsys.readouterr().err == (
+    assert complaint("init", tmp_path / "p", "--keys-to", mine.parent) == (
         f"sidecar init: {mine} exists, and no file is overwritten; move it away, or name another folder; "
         "nothing was written\n"
     )
@@ -311,39 +285,30 @@ def test_a_key_that_is_there_is_not_overwritten_and_nothing_is_left(
     assert [path.name for path in tmp_path.iterdir()] == ["keys"]
 
 
-def test_without_an_upstream_it_fits_an_emulated_engine_and_asks_no_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_an_upstream_it_fits_an_emulated_engine_and_asks_no_one(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "policies"
-    assert main(["init", "--dir", str(folder)]) == 0
-    printed = capsys.readouterr().out
+    printed = output("init", "--dir", folder)
     assert "  sidecar emulate --engine vllm --max-num-seqs 8\n" in printed
-    checked = check(folder, capsys)
+    checked = check(folder)
     assert (checked["engine"], checked["capacity"]["requests"]) == ("vllm", 8)
     assert load_files(folder).policy.mode is Mode.OBSERVE
 
 
-def test_an_engine_that_is_not_known_is_written_with_the_number_of_requests(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_is_not_known_is_written_with_the_number_of_requests(tmp_path: Path) -> None:
     with pages({"/v1/models": owned_by("someone")}) as url:
         ask = ["init", "--upstream", url, "--dir", str(tmp_path / "p")]
-        assert main(ask) == 1
-        assert "no page there says which engine it is" in capsys.readouterr().err
-        assert main([*ask, "--engine", "none"]) == 1
-        assert "none reports neither the tokens of its KV cache" in capsys.readouterr().err
+        assert "no page there says which engine it is" in complaint(*ask)
+        assert "none reports neither the tokens of its KV cache" in complaint(*ask, "--engine", "none")
         assert not (tmp_path / "p").exists()
         assert main([*ask, "--engine", "none", "--requests", "24"]) == 0
-    checked = check(tmp_path / "p", capsys)
+    checked = check(tmp_path / "p")
     assert (checked["engine"], checked["capacity"]["requests"], len(checked["tiers"])) == ("none", 24, 5)
 
 
-def test_the_number_of_requests_bounds_a_pool_whose_tokens_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_number_of_requests_bounds_a_pool_whose_tokens_are_read(tmp_path: Path) -> None:
     with emulated_engine("--engine", "vllm", *FAST) as url:
         assert main(["init", "--upstream", url, "--requests", "256", "--dir", str(tmp_path / "p")]) == 0
-    checked = check(tmp_path / "p", capsys)
+    checked = check(tmp_path / "p")
     assert checked["capacity"] == {"tokens": None, "requests": 258, "from": "engine"}
     assert len(checked["tiers"]) == 5
 
@@ -356,7 +321,7 @@ def test_tenants_get_the_tier_they_name_or_one_by_their_place(
     tenants = {tenant.name: tenant.level for tenant in load_files(tmp_path / "p").policy.tenants.values()}
     assert tenants == {"chat": 0, "on": 1, "1e3": 2, "team@example.org": 1, "nightly": 2}
     assert len(set(KEY.findall(capsys.readouterr().out))) == 5
-    check(tmp_path / "p", capsys)
+    check(tmp_path / "p")
 
 
 @pytest.mark.parametrize("name", ["policy.yaml", "tenants/chat.yaml", "tenants/other.yaml"])
@@ -382,11 +347,11 @@ def test_a_link_to_nothing_is_not_overwritten_either(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_folder_with_other_files_takes_the_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_other_files_takes_the_policy(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
     assert main(["init", "--dir", str(tmp_path)]) == 0
     assert sorted(files_of(tmp_path)) == ["README.md", "policy.yaml", "tenants/chat.yaml", "tenants/nightly.yaml"]
-    check(tmp_path, capsys)
+    check(tmp_path)
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -414,16 +379,16 @@ def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="everything is writable to root")
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    assert main(["init", "--dir", str(tmp_path / "p")]) == 1
-    assert "Permission denied; name another; nothing was written" in capsys.readouterr().err
+    assert "Permission denied; name another; nothing was written" in complaint("init", "--dir", tmp_path / "p")
 
 
-def test_a_file_in_the_folders_place_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_in_the_folders_place_is_said(tmp_path: Path) -> None:
     (tmp_path / "p").write_text("mine")
-    assert main(["init", "--dir", str(tmp_path / "p")]) == 1
-    assert re.search(r"cannot write into \S+/p: (File exists|Not a directory);", capsys.readouterr().err)
+    assert re.search(
+        r"cannot write into \S+/p: (File exists|Not a directory);", complaint("init", "--dir", tmp_path / "p")
+    )
     assert files_of(tmp_path) == {"p": "mine"}
 
 
@@ -444,12 +409,8 @@ def test_a_file_in_the_folders_place_is_said(tmp_path: Path, capsys: pytest.Capt
         (["--example", "--keys-to", "k"], "--keys-to does not go with --example, whose keys everyone knows"),
     ],
 )
-def test_a_wrong_command_line_is_a_two(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["init", "--dir", str(tmp_path / "p"), *arguments])
-    assert said in capsys.readouterr().err
+def test_a_wrong_command_line_is_a_two(arguments: list[str], said: str, tmp_path: Path) -> None:
+    assert said in complaint("init", "--dir", tmp_path / "p", *arguments, code=2)
     assert not (tmp_path / "p").exists()
 
 
@@ -465,11 +426,8 @@ def test_a_wrong_command_line_is_a_two(
         ),
     ],
 )
-def test_what_cannot_be_written_is_a_one(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["init", "--dir", str(tmp_path / "p"), *arguments]) == 1
-    error = capsys.readouterr().err
+def test_what_cannot_be_written_is_a_one(arguments: list[str], said: str, tmp_path: Path) -> None:
+    error = complaint("init", "--dir", tmp_path / "p", *arguments)
     assert said in error
     assert error.startswith("sidecar init: ")
     assert error.endswith("; nothing was written\n")
@@ -517,15 +475,14 @@ def test_a_version_that_is_no_version_changes_nothing_in_the_policy(
     text = (tmp_path / "p" / "policy.yaml").read_text()
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 120
-    assert [tier["tier"] for tier in check(tmp_path / "p", capsys)["tiers"]] == ["high", "normal", "batch"]
+    assert [tier["tier"] for tier in check(tmp_path / "p")["tiers"]] == ["high", "normal", "batch"]
     assert load_files(tmp_path / "p").policy.mode is Mode.OBSERVE
 
 
-def test_the_engines_key_is_sent_and_written_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_engines_key_is_sent_and_written_nowhere(tmp_path: Path) -> None:
     secret = "sk-the-engines-own-key-0123456789"
     upstream = "http://user:password@127.0.0.1:9"
-    assert main(["init", "--upstream", upstream, "--key", secret, "--dir", str(tmp_path / "p")]) == 1
-    assert "password" not in capsys.readouterr().err
+    assert "password" not in complaint("init", "--upstream", upstream, "--key", secret, "--dir", tmp_path / "p")
     with emulated_engine("--engine", "sglang", *FAST) as url:
         assert main(["init", "--upstream", url, "--key", secret, "--dir", str(tmp_path / "p")]) == 0
         named = url.replace("//", "//user:password@")
@@ -571,12 +528,13 @@ def test_the_speed_of_the_engine_gives_its_interactive_tier_an_slo_to_hold(tmp_p
         assert held == ({} if requests == 4 else {"high": (0.047, 0.012, Fraction(97, 100))}), requests
 
 
-def test_without_it_a_comment_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_it_a_comment_says_what_to_run(tmp_path: Path) -> None:
     assert main(["init", "--dir", str(tmp_path)]) == 0
     said = (tmp_path / "policy.yaml").read_text().split("\n  high:")[1].split("\n  normal:")[0]
     assert "    # ttft: ?, tpot: ?, hold: 97%    in its slo keep it fast; `sidecar doctor --upstream URL` says" in said
-    assert main(["init", "--dir", str(tmp_path / "p"), "--engine-model", str(tmp_path / "none.yaml")]) == 1
-    assert "none.yaml: cannot be read" in capsys.readouterr().err
+    assert "none.yaml: cannot be read" in complaint(
+        "init", "--dir", tmp_path / "p", "--engine-model", tmp_path / "none.yaml"
+    )
 
 
 def test_the_tiers_fit_any_number_of_requests(tmp_path: Path) -> None:
@@ -589,15 +547,12 @@ def test_the_tiers_fit_any_number_of_requests(tmp_path: Path) -> None:
         assert (requests, all(tier.reserve for tier in policy.tiers)) == (requests, requests >= 4)
 
 
-def test_an_app_of_ones_own_gets_a_policy_and_steps_that_speak_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_app_of_ones_own_gets_a_policy_and_steps_that_speak_of_it(tmp_path: Path) -> None:
     """No handler expects a request twice, so nothing is preempted."""
     for requests, engine in ((1, "none"), (4, "sglang"), (19, "none"), (20, "vllm"), (256, "none")):
         folder = tmp_path / str(requests)
         chosen = [] if engine == "none" else ["--engine", engine]
-        assert main(["init", str(folder), "--mounted", "--requests", str(requests), *chosen]) == 0
-        printed = capsys.readouterr().out
+        printed = output("init", folder, "--mounted", "--requests", requests, *chosen)
         assert f"\n  app.add_middleware(AdmissionMiddleware, policy={str(folder)!r})\n" in printed
         assert re.search(r"\n  SIDECAR_ADMIN_PORT=\d+ uvicorn main:app --port \d+\n", printed)
         assert f"\n  sidecar check {folder}\n" in printed
@@ -606,7 +561,7 @@ def test_an_app_of_ones_own_gets_a_policy_and_steps_that_speak_of_it(
         assert (policy.engine.name, policy.mode, policy.rules.requests) == (engine, Mode.OBSERVE, requests)
         assert not any(tier.preemptible or tier.preempt_after_us for tier in policy.rules.tiers)
         if requests > 1:
-            check(folder, capsys)
+            check(folder)
         text = (folder / "policy.yaml").read_text()
         assert ("preempt" in text, "Before an engine" in text, "in an app of your own" in text) == (False, False, True)
 
@@ -614,8 +569,7 @@ def test_an_app_of_ones_own_gets_a_policy_and_steps_that_speak_of_it(
 def test_json_on_standard_output_has_the_keys_and_a_file_has_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["init", "--dir", str(tmp_path / "a"), "--json", "-"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = json.loads(output("init", "--dir", tmp_path / "a", "--json", "-"))
     assert sorted(printed) == sorted(
         ["anonymous", "capacity", "engine", "engines", "files", "is_sidecar", "models", "tenants", "tiers"]
     )
@@ -635,20 +589,17 @@ def test_the_example_is_the_shipped_policy_file_by_file(tmp_path: Path, capsys: 
     assert main(["init", "--example", "--dir", str(tmp_path / "p")]) == 1
 
 
-def test_without_any_engine_it_fits_the_one_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_any_engine_it_fits_the_one_that_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "policies"
-    assert main(["init", str(folder), "--engine", "sglang", "--requests", "256"]) == 0
-    printed = capsys.readouterr().out
+    printed = output("init", folder, "--engine", "sglang", "--requests", "256")
     assert printed.startswith("a policy for sglang with 256 requests at once; no engine was asked\n")
     assert "  sidecar emulate --engine sglang --max-num-seqs 256\n      or your own sglang, on port 8000\n" in printed
     assert "capacity: {requests: 256}\n" in (folder / "policy.yaml").read_text()
-    assert main(["init", str(tmp_path / "none"), "--engine", "none", "--requests", "4"]) == 0
-    assert "sidecar emulate" not in capsys.readouterr().out
-    assert main(["init", str(tmp_path / "no"), "--engine", "none"]) == 1
-    assert "--engine none needs --requests N, the requests that the server runs at once" in capsys.readouterr().err
+    assert "sidecar emulate" not in output("init", tmp_path / "none", "--engine", "none", "--requests", "4")
+    assert "--engine none needs --requests N, the requests that the server runs at once" in complaint(
+        "init", tmp_path / "no", "--engine", "none"
+    )
 
 
-def test_the_folder_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["init", "one", "--dir", "two"])
-    assert "give the folder once: DIR one, or --dir two" in capsys.readouterr().err
+def test_the_folder_is_given_once() -> None:
+    assert "give the folder once: DIR one, or --dir two" in complaint("init", "one", "--dir", "two", code=2)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from sidecar.cli import key_files, main
+from sidecar.cli import key_files
 from sidecar.policy.compiler import load, load_files
 from tests.policy.files import SMALL, pool, tenant
 from tests.support.each import each
+from tests.support.in_process import complaint, output, ran
 
 A, B, NEW = (f"sha256:{digit * 64}" for digit in "abc")
 ENTRY = f'{{hash: "{NEW}", name: "ci"}}'
@@ -39,8 +40,10 @@ def acme(folder: Path, text: str) -> Path:
     return folder / "tenants" / "acme.yaml"
 
 
-def keys(folder: Path, *words: str) -> int:
-    return main(["keys", *words, "--policy", str(folder)])
+def keys(folder: Path, *words: str, code: int = 0) -> str:
+    """What it prints on the stream for that exit code."""
+    said = complaint if code else output
+    return said("keys", *words, "--policy", folder, code=code)
 
 
 def add(folder: Path, **more: str) -> None:
@@ -69,7 +72,7 @@ def test_a_key_is_added_and_every_other_character_stays(tmp_path: Path, before: 
     file.write_bytes(before.encode())
     add(tmp_path, name="ci")
     assert file.read_bytes().decode() == after
-    assert keys(tmp_path, "revoke", "acme", "ci") == 0
+    keys(tmp_path, "revoke", "acme", "ci")
     restored = file.read_bytes().decode()
     assert restored in {before, before + "\n"}
 
@@ -95,7 +98,7 @@ def test_where_tokens_name_the_tenant_the_first_key_makes_the_list(tmp_path: Pat
 )
 def test_a_key_is_revoked_by_its_name_or_its_hash(tmp_path: Path, before: str, called: str, after: str) -> None:
     file = acme(tmp_path, before)
-    assert keys(tmp_path, "revoke", "acme", called) == 0
+    keys(tmp_path, "revoke", "acme", called)
     assert file.read_text() == after
     load(tmp_path)
 
@@ -113,31 +116,28 @@ def test_a_key_is_revoked_by_its_name_or_its_hash(tmp_path: Path, before: str, c
         ),
     ],
 )
-def test_however_it_is_written_the_file_is_right_or_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str | None
-) -> None:
+def test_however_it_is_written_the_file_is_right_or_left_alone(tmp_path: Path, text: str, said: str | None) -> None:
     file = acme(tmp_path, text)
     for words in (("new", "acme"), ("revoke", "acme", "aaaaaaaa")):
         before, held = file.read_text(), load(tmp_path).tenants
-        if keys(tmp_path, *words) == 0:
+        ended = ran("keys", *words, "--policy", str(tmp_path))
+        if ended.returncode == 0:
             assert len(load(tmp_path).tenants) == len(held) + (1 if words[0] == "new" else -1)
         else:
             assert file.read_text() == before
             assert said is not None
-            assert said in capsys.readouterr().err
+            assert said in ended.stderr
 
 
-def test_new_prints_the_key_once_and_writes_its_hash_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_prints_the_key_once_and_writes_its_hash_alone(tmp_path: Path) -> None:
     file = acme(tmp_path, BLOCK)
     more = ("--name", "ci", "--expires", "2999-01-31", "--tier", "batch")
-    assert keys(tmp_path, "new", "acme", *more) == 0
-    printed = capsys.readouterr().out
+    printed = keys(tmp_path, "new", "acme", *more)
     (key,) = re.findall(r"sk-\S+", printed)
     assert key not in file.read_text()
     assert str(file) in printed
     assert yaml.safe_load(file.read_text())["keys"][-1]["expires"] == "2999-01-31"
-    assert keys(tmp_path, "list", "acme") == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = keys(tmp_path, "list", "acme").splitlines()
     assert [line.split() for line in lines] == [
         ["NAME", "HASH", "BEGINS", "TIER", "EXPIRES"],
         ["-", "sha256:aaaaaaaaaaaa", "normal", "never"],
@@ -164,33 +164,27 @@ def test_new_prints_the_key_once_and_writes_its_hash_alone(tmp_path: Path, capsy
         (("revoke", "acme", "aaaaaaa"), 1, "no hash begins so"),
     ],
 )
-def test_what_cannot_be_done_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int, said: str
-) -> None:
+def test_what_cannot_be_done_changes_nothing(tmp_path: Path, words: tuple[str, ...], code: int, said: str) -> None:
     file = acme(tmp_path, BLOCK)
-    assert keys(tmp_path, *words) == code
-    printed = capsys.readouterr()
-    assert said in printed.err
-    assert "sk-mine" not in printed.err
-    assert printed.out == ""
+    printed = ran("keys", *words, "--policy", str(tmp_path))
+    assert printed.returncode == code
+    assert said in printed.stderr
+    assert "sk-mine" not in printed.stderr
+    assert printed.stdout == ""
     assert file.read_text() == BLOCK
     assert os.listdir(file.parent) == ["acme.yaml"]
 
 
-def test_a_file_that_would_be_too_large_to_be_read_is_left_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_would_be_too_large_to_be_read_is_left_as_it_is(tmp_path: Path) -> None:
     full = BLOCK + "#" + "x" * (2**20 - len(BLOCK) - 60) + "\n"
     file = acme(tmp_path, full)
-    assert keys(tmp_path, "new", "acme") == 1
-    assert "would be larger than 1 MiB" in capsys.readouterr().err
+    assert "would be larger than 1 MiB" in keys(tmp_path, "new", "acme", code=1)
     assert file.read_text() == full
 
 
-def test_a_policy_with_mistakes_is_not_edited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_with_mistakes_is_not_edited(tmp_path: Path) -> None:
     file = acme(tmp_path, BLOCK.replace("normal", "hihg"))
-    assert keys(tmp_path, "new", "acme") == 1
-    assert 'acme.yaml:9: tier: "hihg" is no tier' in capsys.readouterr().err
+    assert 'acme.yaml:9: tier: "hihg" is no tier' in keys(tmp_path, "new", "acme", code=1)
     assert "hihg" in file.read_text()
 
 
@@ -219,18 +213,15 @@ def test_a_file_of_another_user_is_left_as_it_is(tmp_path: Path, monkeypatch: py
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "fchown", refuse)
-    assert keys(tmp_path, "new", "acme") == 1
+    keys(tmp_path, "new", "acme", code=1)
     assert file.read_text() == BLOCK
     assert os.listdir(file.parent) == ["acme.yaml"]
 
 
-def test_what_an_editor_saves_meanwhile_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_editor_saves_meanwhile_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = acme(tmp_path, BLOCK)
     monkeypatch.setattr(os, "fsync", lambda _: file.write_text(BLOCK + "weight: 2\n"))
-    assert keys(tmp_path, "new", "acme") == 1
-    assert "has changed meanwhile, and was left as it is" in capsys.readouterr().err
+    assert "has changed meanwhile, and was left as it is" in keys(tmp_path, "new", "acme", code=1)
     assert file.read_text() == BLOCK + "weight: 2\n"
 
 

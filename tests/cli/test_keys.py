@@ -7,6 +7,7 @@ import re
 import pytest
 
 from sidecar.cli import main
+from tests.support.in_process import output
 
 
 def _hash(monkeypatch: pytest.MonkeyPatch, typed: str) -> int:
@@ -14,9 +15,8 @@ def _hash(monkeypatch: pytest.MonkeyPatch, typed: str) -> int:
     return main(["keys", "hash"])
 
 
-def test_new_prints_a_key_and_the_hash_of_that_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["keys", "new"]) == 0
-    printed = capsys.readouterr().out
+def test_new_prints_a_key_and_the_hash_of_that_key() -> None:
+    printed = output("keys", "new")
     (key,) = re.findall(r"^key   (sk-\S+)$", printed, re.MULTILINE)
     assert f'hash  "sha256:{hashlib.sha256(key.encode()).hexdigest()}"\n' in printed
 

@@ -18,7 +18,7 @@ import pytest
 
 from sidecar.cli import COMMANDS, main
 from sidecar.policy.compiler import shipped_policies
-from tests.support.in_process import ran
+from tests.support.in_process import complaint, ran
 
 POLICIES = str(shipped_policies())
 SIDECAR = f"{sys.executable} -m sidecar.cli"
@@ -39,10 +39,8 @@ def _shell(line: str, folder: Path | str = ".", **variables: str) -> subprocess.
 
 
 @pytest.mark.parametrize(("typed", "said"), [("chek", "did you mean check?"), ("xyz", "the commands are init, serve,")])
-def test_a_command_that_is_none_names_the_nearest(typed: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([typed])
-    assert f"{typed!r} is no command; {said}" in capsys.readouterr().err
+def test_a_command_that_is_none_names_the_nearest(typed: str, said: str) -> None:
+    assert f"{typed!r} is no command; {said}" in complaint(typed, code=2)
 
 
 def test_every_help_has_an_example_and_the_commands_own_words() -> None:

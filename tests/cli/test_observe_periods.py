@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,8 @@ import pytest
 from tests.cluster.replicas import CHAT, POLICY, Replica, replicas
 from tests.support.browser import browser
 from tests.support.devtools import headless, tab
+from tests.support.http import fetch
+from tests.support.redis_servers import until
 
 OBSERVING = POLICY.replace("engine: vllm", "engine: vllm\nmode: observe")
 REQUESTS, ROOM = 24, 4
@@ -26,20 +25,12 @@ SECONDS = 1.5
 
 
 def read(sidecar: Replica, page: str) -> Any:
-    with urllib.request.urlopen(f"{sidecar.admin_url}/{page}", timeout=10) as answer:
-        return json.load(answer)
-
-
-def until(is_so: Callable[[], Any]) -> None:
-    end_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
+    return fetch(f"{sidecar.admin_url}/{page}").json
 
 
 def change(sidecar: Replica, folder: Path, policy: str, mode: str) -> None:
     (folder / "policy.yaml").write_text(policy)
-    until(lambda: read(sidecar, "state")["mode"] == mode)
+    until(lambda: read(sidecar, "state")["mode"] == mode, f"it is in mode {mode}")
 
 
 def send(sidecar: Replica, count: int, tokens: int) -> None:
@@ -69,8 +60,7 @@ def waits_shown(sidecar: Replica) -> list[float]:
     found = [bucket["wait_max_s"] for tier in overview["tiers"] for bucket in tier["recent"]]
     found += [bucket["starvation_max_s"] for tier in overview["tiers"] for bucket in tier["recent"]]
     found += [tier["oldest"]["wait_s"] for tier in overview["tiers"] if tier["oldest"] is not None]
-    with urllib.request.urlopen(f"{sidecar.admin_url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = fetch(f"{sidecar.admin_url}/metrics").text.splitlines()
     gauges = [line for line in lines if line.startswith("admission_queue_oldest_wait_seconds{")]
     assert gauges
     return found + [float(line.split()[-1]) for line in gauges]
@@ -108,7 +98,7 @@ def test_no_figure_of_one_period_is_in_another(tmp_path: Path) -> None:
         assert (again["total"]["requests"], again["undecided"]) == (0, 0)
         assert again["since_s"] > ended["until_s"]
         send(sidecar, 3, tokens=5)
-        until(lambda: read(sidecar, "observed")["total"]["requests"] == 3)
+        until(lambda: read(sidecar, "observed")["total"]["requests"] == 3, "three were observed")
         assert "1 replica observes" in observed(sidecar)
 
 

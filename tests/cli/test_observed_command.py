@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import aiohttp
 import pytest
 
 from tests.cluster.replicas import CHAT, POLICY, Replica, replicas
+from tests.support.http import fetch
 from tests.support.shared_pools import begun_store
 
 REQUESTS = 12
@@ -47,8 +47,7 @@ def figures(sidecar: Replica, replicas: int) -> Any:
     """The report, when the replica has decided on its requests and has heard of the others."""
     end_s = time.monotonic() + 60
     while True:
-        with urllib.request.urlopen(f"{sidecar.admin_url}/observed", timeout=5) as answer:
-            report = json.load(answer)
+        report = fetch(f"{sidecar.admin_url}/observed").json
         counted = report["total"]["requests"], report["undecided"], len(report["left_out"])
         if counted == (REQUESTS // replicas, 0, replicas - 1):
             return report

@@ -17,11 +17,11 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
-from sidecar.cli import main
 from sidecar.engines import Engine
 from sidecar.policy.tenant_keys import hash_line
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.tools.emulator.config import Scheduling
+from tests.support.in_process import complaint, ran
 from tests.support.serving import serving
 from tests.tools.emulator.emulated import ENGINES, SGLANG, TRTLLM, VLLM, emulated
 
@@ -48,9 +48,11 @@ max_tier: high
 """
 
 
-async def replay(*arguments: str) -> int:
-    """The command, in a thread of its own: it runs an event loop."""
-    return await asyncio.to_thread(main, ["replay", *arguments])
+async def replay(*arguments: object, code: int = 0) -> tuple[str, str]:
+    """What the command prints, in a thread of its own: it runs an event loop."""
+    ended = await asyncio.to_thread(ran, "replay", *map(str, arguments))
+    assert ended.returncode == code, ended.stderr
+    return ended.stdout, ended.stderr
 
 
 def runs_of(path: Path) -> dict[str, Any]:
@@ -59,17 +61,16 @@ def runs_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_priority_is_seen_to_work_on_every_engine_and_the_control_shows_none(
-    engine: type[Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: type[Engine], tmp_path: Path
 ) -> None:
     figures, lines = tmp_path / "figures.json", tmp_path / "requests.jsonl"
     async with emulated(engine, slots=2, step_s=0.002) as client:
-        code = await replay(
+        out, error = await replay(
             "burst:90:20:4", "--upstream", client.url, "--by", "priority", "--control",
             "--json", str(figures), "--requests", str(lines),
         )  # fmt: skip
         sizes = {(line.priority is None) for line in client.engine.log}
-    out, error = capsys.readouterr()
-    assert (code, "answered    90  under way     0" in error) == (0, True)
+    assert "answered    90  under way     0" in error
     assert f"({engine.name}, model emulated)" in out
     assert "high 30, normal 30, batch 30; prompt tokens by 4 bytes a token (no tokenizer at hand); seed 1" in out
     assert "the more important a request, the sooner its first token." in out
@@ -96,18 +97,18 @@ async def test_priority_is_seen_to_work_on_every_engine_and_the_control_shows_no
     assert all(line["output_tokens"] == 4 and line["error"] is None and line["status"] == 200 for line in reported)
 
 
-async def test_first_come_first_served_is_seen_to_be_that(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_first_come_first_served_is_seen_to_be_that() -> None:
     async with emulated(VLLM, slots=2, step_s=0.004, scheduling=Scheduling.FCFS) as client:
-        assert await replay("burst:60:20:3", "--upstream", client.url, "--by", "priority") == 0
-    assert "importance made no difference that these requests can show." in capsys.readouterr().out
+        out, _ = await replay("burst:60:20:3", "--upstream", client.url, "--by", "priority")
+    assert "importance made no difference that these requests can show." in out
 
 
-async def test_the_wrong_way_round_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_wrong_way_round_is_said_so() -> None:
     """SGLang's values at vLLM: what people get who do not know that the directions differ."""
     async with emulated(VLLM, slots=2, step_s=0.004) as client:
         arguments = ("burst:60:20:3", "--upstream", client.url, "--by", "priority", "--engine", "sglang")
-        assert await replay(*arguments) == 0
-    assert "the wrong way round, the more important a request, the LATER its first token." in capsys.readouterr().out
+        out, _ = await replay(*arguments)
+    assert "the wrong way round, the more important a request, the LATER its first token." in out
 
 
 @asynccontextmanager
@@ -127,18 +128,15 @@ async def sidecar(folder: Path) -> AsyncIterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("by", ["tier", "key"])
-async def test_behind_the_sidecar_the_wait_is_reported_and_the_order_holds(
-    by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_behind_the_sidecar_the_wait_is_reported_and_the_order_holds(by: str, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     keys = [argument for tier in TIERS for argument in ("--key", f"{tier}=sk-{tier}")] if by == "key" else []
     async with sidecar(tmp_path) as (url, engine):
-        code = await replay(
+        out, _ = await replay(
             "burst:60:20:4", "--upstream", f"{url}/v1/", "--by", by, "--policy", str(tmp_path),
             "--control-upstream", f"{engine}/v1", "--json", str(figures), *keys,
         )  # fmt: skip
-    out = capsys.readouterr().out
-    assert (code, "sk-" in out) == (0, False)
+    assert "sk-" not in out
     found = runs_of(figures)
     tiers = found["replay"]["tiers"]
     assert found["replay"]["correlation"]["high"] < -0.7
@@ -163,34 +161,30 @@ async def test_the_control_has_the_same_arrivals_in_other_words() -> None:
         await emulator.app(scope, heard, send)
 
     async with serving(listening) as served:
-        assert await replay("burst:5:30:1", "--upstream", served.url, "--control") == 0
+        await replay("burst:5:30:1", "--upstream", served.url, "--control")
     assert len(prompts) == 10
     assert {len(prompt) for prompt in prompts} == {120}
     assert len({prompt[:64] for prompt in prompts}) == 10
 
 
-async def test_real_traces_are_played_fast_and_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_real_traces_are_played_fast_and_small(tmp_path: Path) -> None:
     async with emulated(TRTLLM, slots=16) as client:
         for name, arguments in (("mooncake", ("--speed", "20")), ("azure", ("--speed", "100", "--completions"))):
             file = str(REAL / f"{name}.{'jsonl' if name == 'mooncake' else 'csv'}")
             small = ("--scale", "0.01", "--max-output", "3", "--limit", "40", "--mix", "high=25,batch=75%")
-            assert await replay(file, "--upstream", client.url, *small, *arguments) == 0
-            out = capsys.readouterr().out
+            out, _ = await replay(file, "--upstream", client.url, *small, *arguments)
             assert "40 requests within" in out
             assert "high 10, batch 30" in out
             assert ("timestamps spread by chance over the 3 s" in out) == (name == "mooncake")
         assert len(client.engine.log) == 80
 
 
-async def test_failed_requests_are_exit_code_1_with_their_number_and_the_first_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_failed_requests_are_exit_code_1_with_their_number_and_the_first_error(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     async with emulated(SGLANG, slots=1, max_queued=2) as client:
-        code = await replay("burst:20:8:4", "--upstream", client.url, "--json", str(figures))
-    out, error = capsys.readouterr()
+        out, error = await replay("burst:20:8:4", "--upstream", client.url, "--json", figures, code=1)
     run = runs_of(figures)["replay"]
-    assert (code, run["errors"]) == (1, {"503: The request queue is full.": run["failed"]})
+    assert run["errors"] == {"503: The request queue is full.": run["failed"]}
     assert error.splitlines()[-1] == (
         f"sidecar replay: {run['failed']} of 20 requests failed: 503: The request queue is full."
     )
@@ -198,34 +192,26 @@ async def test_failed_requests_are_exit_code_1_with_their_number_and_the_first_e
     assert sum(tier["failed"] for tier in run["tiers"].values()) == run["failed"] > 10
 
 
-async def test_requests_that_are_too_long_are_said_to_be_before_and_after(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_requests_that_are_too_long_are_said_to_be_before_and_after() -> None:
     async with emulated(VLLM, context_tokens=50) as client:
-        assert await replay("burst:3", "--upstream", client.url) == 1
-    out = capsys.readouterr().out
+        out, _ = await replay("burst:3", "--upstream", client.url, code=1)
     assert "3 requests do not fit the model's context of 50 tokens and will fail" in out
     assert "cut them with --max-input and --max-output, or --scale." in out
 
 
-async def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_json_on_standard_output_is_alone_there() -> None:
     async with emulated(VLLM, slots=4) as client:
-        assert await replay("burst:4:8:2", "--upstream", client.url, "--json", "-") == 0
-    out, error = capsys.readouterr()
+        out, error = await replay("burst:4:8:2", "--upstream", client.url, "--json", "-")
     assert json.loads(out)["runs"][0]["requests"] == 4
     assert "requests at once to" in error
 
 
-async def test_a_server_that_says_nothing_useful_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await replay("burst:3", "--upstream", "127.0.0.1:9") == 1
-    assert "http://127.0.0.1:9 cannot be reached: " in capsys.readouterr().err
+async def test_a_server_that_says_nothing_useful_is_said_so() -> None:
+    _, error = await replay("burst:3", "--upstream", "127.0.0.1:9", code=1)
+    assert "http://127.0.0.1:9 cannot be reached: " in error
     async with serving(Starlette(), lifespan="off") as served:
-        assert await replay("burst:3", "--upstream", served.url) == 1
-        assert "/v1/models answers 404" in capsys.readouterr().err
-
-
-def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit, match="2"):
-        main(["replay", *arguments])
-    return capsys.readouterr().err
+        _, error = await replay("burst:3", "--upstream", served.url, code=1)
+    assert "/v1/models answers 404" in error
 
 
 @pytest.mark.parametrize(
@@ -246,10 +232,8 @@ def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--upstream", "ftp://x"], "'ftp://x' is no server's address"),
     ],
 )
-def test_a_command_line_that_is_wrong_is_said_so(
-    arguments: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = usage_error(capsys, "burst", "--upstream", "http://127.0.0.1:9", *arguments)
+def test_a_command_line_that_is_wrong_is_said_so(arguments: Sequence[str], said: str) -> None:
+    error = complaint("replay", "burst", "--upstream", "http://127.0.0.1:9", *arguments, code=2)
     assert said in error
     assert "secret" not in error
 
@@ -266,17 +250,14 @@ def test_a_command_line_that_is_wrong_is_said_so(
         (["burst", "--policy", "missing"], "missing"),
     ],
 )
-def test_what_cannot_be_played_is_exit_code_2_before_anything_is_sent(
-    arguments: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["replay", *arguments, "--upstream", "http://127.0.0.1:9"]) == 2
-    assert said in capsys.readouterr().err
+def test_what_cannot_be_played_is_exit_code_2_before_anything_is_sent(arguments: Sequence[str], said: str) -> None:
+    assert said in complaint("replay", *arguments, "--upstream", "http://127.0.0.1:9", code=2)
 
 
-async def test_the_engines_own_priority_needs_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_engines_own_priority_needs_an_engine() -> None:
     async def models(request: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [{"id": "m", "owned_by": "somebody"}]})
 
     async with serving(Starlette(routes=[Route("/v1/models", models)]), lifespan="off") as served:
-        assert await replay("burst:3", "--upstream", served.url, "--by", "priority") == 2
-    assert "the server does not say which engine it is; add --engine" in capsys.readouterr().err
+        _, error = await replay("burst:3", "--upstream", served.url, "--by", "priority", code=2)
+    assert "the server does not say which engine it is; add --engine" in error

@@ -179,7 +179,6 @@ def test_a_control_that_comes_under_admission_while_it_runs_is_reported(tmp_path
         lab(tmp_path, f"mode: observe\n{POLICY}") as it,
         command("replay", "burst:400:20:8", "--upstream", it.sidecar, "--mix", "high=400", "--control") as process,
     ):
-        assert process.stdout is not None
         process.stdout.readline()  # the plan: the checks are over
         (tmp_path / "policy.yaml").write_text(POLICY)
         said = process.stdout.read()

@@ -128,9 +128,7 @@ def test_serve_looks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert events.index("check") < events.index("started")
 
 
-def test_serve_does_not_look_where_it_is_asked_not_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_serve_does_not_look_where_it_is_asked_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SIDECAR_SERVE_NO_CHECK", raising=False)
     looked: list[object] = []
     monkeypatch.setattr(serve_check, "check_engines", lambda *given: looked.append(given))

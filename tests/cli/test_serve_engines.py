@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 from sidecar.engines import Sglang
 from tests.fleet.engines import LocalEngine, engines
 from tests.fleet.routed import ok, rude, static, write_policy
+from tests.support.http import fetch
 from tests.support.in_process import in_thread, ran, serving_sidecar
 from tests.support.ports import free_ports
 
@@ -29,12 +27,8 @@ def fails(*arguments: str, ports: tuple[str, ...] = ANY) -> tuple[int, list[str]
 
 
 def asked(url: str, method: str = "GET") -> tuple[int, Any]:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
+    answer = fetch(url, method=method)
+    return answer.status, answer.json
 
 
 async def becomes(url: str, status: int) -> Any:

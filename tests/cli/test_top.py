@@ -22,6 +22,7 @@ import pytest
 
 from sidecar.cli import main
 from tests.cluster.views import overview
+from tests.support.in_process import complaint, output
 from tests.support.pages import PageServer, serving_pages
 
 ENTERS, LEAVES = "\x1b[?1049h", "\x1b[?1049l"
@@ -161,19 +162,17 @@ def test_in_a_pipe_it_prints_one_plain_picture(admin: PageServer, capsys: pytest
     assert said.err == ""
 
 
-def test_json_is_the_overview_itself(admin: PageServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["top", "--admin", f"{admin.url}/", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(admin.by_path["/overview"][1])
+def test_json_is_the_overview_itself(admin: PageServer, tmp_path: Path) -> None:
+    assert json.loads(output("top", "--admin", f"{admin.url}/", "--json", "-")) == json.loads(
+        admin.by_path["/overview"][1]
+    )
     path = tmp_path / "overview.json"
-    assert main(["top", "--admin", admin.url, "--json", str(path)]) == 0
-    assert "batch starves" in capsys.readouterr().out
+    assert "batch starves" in output("top", "--admin", admin.url, "--json", path)
     assert json.loads(path.read_text()) == json.loads(admin.by_path["/overview"][1])
 
 
 @pytest.mark.parametrize(
     "arguments", [["--admin", "localhost:9464"], ["--admin", "ftp://x"], ["--interval", "1ms"], ["--interval", "soon"]]
 )
-def test_a_wrong_argument_is_said_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["top", *arguments])
-    assert f"argument {arguments[0]}" in capsys.readouterr().err
+def test_a_wrong_argument_is_said_so(arguments: list[str]) -> None:
+    assert f"argument {arguments[0]}" in complaint("top", *arguments, code=2)

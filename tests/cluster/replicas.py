@@ -82,7 +82,6 @@ def started(log: Path, *arguments: str, **environment: str) -> Iterator[subproce
 
 def address(process: subprocess.Popen[str], log: Path) -> str:
     """The address in the next line that it prints."""
-    assert process.stdout is not None
     found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
     assert found, log.read_text()
     return found[0]

@@ -89,7 +89,6 @@ async def test_it_shows_what_the_pool_holds_and_who_waits() -> None:
     high, batch = shown.tiers
     assert (high.level, high.held, high.oldest) == (0, Amount(90, 2), None)
     assert (batch.queued, batch.slo) == (Amount(60, 1), Promised(starvation_s=1800.0))
-    assert batch.oldest is not None
     assert (batch.oldest.wait_s, batch.oldest.starvation_s, batch.oldest.served_ahead) == (3.0, 2.0, {"high": 30})
     assert batch.recent[-1].wait_max_s == 3.0  # although it has not ended
     assert [(one.leases, one.waiting, one.seen_s_ago) for one in shown.replicas] == [(2, 1, 0.0)]

@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import json
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from typing import Any
 
 from tests.examples.command_lines import replaced
 from tests.support.commands import address, command
+from tests.support.http import fetch
 
 TIMEOUT_S = 30.0
 """For an answer, and for what a test waits for: both take a second, on a machine that has nothing else to do."""
@@ -60,25 +59,14 @@ def emulator(engine: str, *more: str) -> Iterator[str]:
 
 def fetched(url: str) -> tuple[int, str]:
     """The status and the text of a page."""
-    try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return refused.code, refused.read().decode()
+    answer = fetch(url, within_s=TIMEOUT_S)
+    return answer.status, answer.text
 
 
 def asked(url: str, key: str | None, max_tokens: int = 2, timeout_s: float = TIMEOUT_S) -> int:
     """The status of the answer to a chat."""
     body = {"model": "emulated", "max_tokens": max_tokens, "messages": [{"role": "user", "content": "hello"}]}
-    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return refused.code
+    return fetch(f"{url}/v1/chat/completions", body, key=key, within_s=timeout_s).status
 
 
 def in_the_background(url: str, key: str, max_tokens: int) -> threading.Thread:

@@ -15,7 +15,7 @@ import yaml
 
 from sidecar.policy.compiler import load
 from sidecar.policy.units import duration_s
-from tests.examples.command_lines import EXAMPLES, ROOT, named_files, parsed, replaced, shell_lines, unknown_variables
+from tests.examples.command_lines import EXAMPLES, ROOT, parsed, replaced, unknown_variables
 from tests.examples.running import TIMEOUT_S, asked, fetched, sidecars
 from tests.support.commands import address, command
 from tests.support.each import each
@@ -167,7 +167,6 @@ def test_the_pool_is_what_the_engine_holds() -> None:
 
 def test_the_pool_of_three_is_what_each_engine_holds_and_names_the_services() -> None:
     policy = load(COMPOSE / "engines")
-    assert policy.engines is not None
     engines = {engine.url.removeprefix("http://"): engine for engine in policy.engines.static}
     commands = {f"{name}:8000": parsed(WITH_ENGINES[name]["command"]) for name in WITH_ENGINES if "engine" in name}
     assert engines.keys() == commands.keys()
@@ -259,9 +258,3 @@ def load_runs(words: list[str], urls: list[str]) -> None:
     assert process.returncode == 0, mistakes
     for tier in ("high", "normal", "batch"):
         assert re.search(rf"^\s*{tier}\s", said, re.MULTILINE), said
-
-
-def test_every_file_that_the_page_names_is_there() -> None:
-    named = [path for line in shell_lines(COMPOSE / "README.md") for path in named_files(line)]
-    assert named
-    assert [path for path in named if not (ROOT / path).exists()] == []

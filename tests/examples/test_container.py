@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.examples.command_lines import EXAMPLES, ROOT, named_files, parsed, shell_lines
+from tests.examples.command_lines import EXAMPLES, ROOT, parsed
 from tests.support.commands import address, command
 
 pytestmark = pytest.mark.long
@@ -142,9 +142,3 @@ def test_the_script_is_for_any_shell() -> None:
     shell = shutil.which("dash") or shutil.which("sh")
     assert shell
     subprocess.run([shell, "-n", FOLDER / "check.sh"], check=True)
-
-
-def test_every_file_that_the_page_names_is_there() -> None:
-    named = [path for line in shell_lines(FOLDER / "README.md") for path in named_files(line)]
-    assert named
-    assert [path for path in named if not (ROOT / path).exists()] == []

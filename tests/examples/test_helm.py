@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import yaml
 
 from sidecar.policy.compiler import load
 from sidecar.policy.secrets import SHORTEST_TOKEN
-from tests.examples.command_lines import EXAMPLES, ROOT, named_files, parsed, shell_lines, unknown_variables
+from tests.examples.command_lines import EXAMPLES, ROOT, parsed, unknown_variables
 from tests.examples.kubernetes import ConfigMapFolder, ports, validate
 from tests.examples.kubernetes import sidecar as sidecar_of_the_overlay
 from tests.examples.running import TIMEOUT_S, asked, emulator, fetched, sidecars, with_key
@@ -280,10 +279,3 @@ def test_the_sidecar_of_the_chart_serves_and_follows_its_config_map(tmp_path: Pa
         changed = {**tenants, "standard.yaml": with_key(tenants["standard.yaml"], KEY)}
         files["/etc/admission/tenants"].update(changed)
         until(lambda: asked(started.url, KEY) == 200, "the tenant's new key is known", TIMEOUT_S)
-
-
-def test_every_file_that_the_page_names_is_there() -> None:
-    lines = shell_lines(FOLDER / "README.md")
-    named = [path for line in lines for path in named_files(re.sub(r"--[-a-z]+=", "", line))]
-    assert named
-    assert [path for path in named if not (ROOT / path).exists()] == []

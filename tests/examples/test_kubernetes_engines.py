@@ -38,8 +38,6 @@ def variables() -> Mapping[str, str]:
 
 
 def test_the_policy_looks_up_the_headless_service_of_the_engines() -> None:
-    assert FLEET is not None
-    assert FLEET.dns is not None
     service = of_kind(OVERLAY, "Service")[FLEET.dns.name]["spec"]
     assert service["clusterIP"] == "None"
     assert "publishNotReadyAddresses" not in service, "an engine that loads its model is none yet"
@@ -49,7 +47,6 @@ def test_the_policy_looks_up_the_headless_service_of_the_engines() -> None:
 
 
 def test_the_hook_asks_every_sidecar_and_has_the_time_for_it() -> None:
-    assert FLEET is not None
     host, _, port = variables()["DRAIN_AT"].partition(":")
     service = of_kind(OVERLAY, "Service")[host]["spec"]
     assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
@@ -62,7 +59,6 @@ def test_the_hook_asks_every_sidecar_and_has_the_time_for_it() -> None:
 
 
 def test_a_roll_out_waits_for_the_slow_start_and_takes_one_engine_at_a_time() -> None:
-    assert FLEET is not None
     spec = of_kind(OVERLAY, "Deployment")["llm-engine"]["spec"]
     assert spec["replicas"] == 3
     assert spec["minReadySeconds"] == FLEET.slow_start_s
@@ -71,7 +67,6 @@ def test_a_roll_out_waits_for_the_slow_start_and_takes_one_engine_at_a_time() ->
 
 
 def test_the_policy_knows_how_many_requests_an_engine_runs() -> None:
-    assert FLEET is not None
     assert FLEET.capacity.is_read
     (most,) = (int(word.partition("=")[2]) for word in engine()["args"] if word.startswith("--max-num-seqs="))
     assert FLEET.capacity.requests == most + FLEET.capacity.waiting

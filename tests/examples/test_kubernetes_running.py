@@ -138,8 +138,7 @@ def replicas(pod: Pod) -> object:
 
 def series_of(rule: Mapping[str, Any]) -> str:
     """The series that a rule of the adapter begins with."""
-    name: str = rule["seriesQuery"].partition("{")[0]
-    return name
+    return rule["seriesQuery"].partition("{")[0]
 
 
 def test_the_hook_of_the_engine_ends_when_the_sidecar_has_closed(tmp_path: Path) -> None:

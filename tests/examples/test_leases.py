@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.processes import command
+from tests.support.http import fetch
 from tests.support.redis_servers import RedisServer, until
 from tests.support.shared_pools import begun_store
 
@@ -48,9 +48,9 @@ def engine() -> Iterator[str]:
 def chat(url: str, tokens: int) -> dict[str, str]:
     """Sends one request; the answer's headers."""
     body = {"model": "emulated", "messages": [{"role": "user", "content": "hello"}], "max_tokens": tokens}
-    request = urllib.request.Request(f"{url}{CHAT}", json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        return dict(response.headers)
+    answer = fetch(f"{url}{CHAT}", body)
+    assert answer.status == 200, answer.text
+    return dict(answer.headers)
 
 
 def test_the_batch_driver_answers_all_and_leaves_the_pool(tmp_path: Path, policy: Path, engine: str) -> None:
@@ -69,8 +69,7 @@ def test_the_batch_driver_answers_all_and_leaves_the_pool(tmp_path: Path, policy
         admin,
     ):
         chat(url, 1)
-        with urllib.request.urlopen(f"{admin}/state", timeout=30) as answer:
-            pool = json.load(answer)["pool"]
+        pool = state(admin)
     assert (pool["store"]["replicas"], pool["leases"], pool["waiting"]) == (1, 0, 0)  # nothing of the driver is left
 
 
@@ -123,7 +122,6 @@ def test_a_celery_worker_and_http_traffic_share_one_pool(
             [sys.executable, "-c", SEND], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
         )
         with sending:
-            assert sending.stdout is not None
             first = sending.stdout.readline()
             assert first.strip(), log.read_text()
             waits = [int(chat(url, 5)["x-admission-wait-ms"]) for _ in range(3)]
@@ -137,6 +135,4 @@ def test_a_celery_worker_and_http_traffic_share_one_pool(
 
 def state(admin: str) -> dict[str, Any]:
     """The pool's state, as the server knows it."""
-    with urllib.request.urlopen(f"{admin}/state", timeout=10) as response:
-        found: dict[str, Any] = json.load(response)["pool"]
-    return found
+    return fetch(f"{admin}/state").json["pool"]

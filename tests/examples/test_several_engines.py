@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.policy.compiler import load
-from tests.examples.command_lines import EXAMPLES, ROOT, named_files, parsed, shell_lines
+from tests.examples.command_lines import EXAMPLES, parsed, shell_lines
 from tests.examples.running import TIMEOUT_S, Sidecar, fetched
 from tests.support.commands import address, command
 from tests.support.ports import free_ports
@@ -84,16 +84,13 @@ def test_the_commands_of_the_page_run_in_their_order(tmp_path: Path) -> None:
 
 def test_the_policy_is_true_of_the_engines_that_the_page_starts() -> None:
     args, policy = parsed(EMULATE), load(FOLDER)
-    assert policy.engines is not None
     assert [engine.url.rpartition(":")[2] for engine in policy.engines.static] == list(PORTS)
     assert (args.replicas, args.port) == (len(PORTS), int(PORTS[0]))
     assert {engine.capacity.size(None, None)[1] for engine in policy.engines.static} == {args.max_num_seqs + 2}
-    assert all((ROOT / path).exists() for line in LINES for path in named_files(line))
 
 
 def test_every_tier_that_the_replay_asks_for_is_granted_without_a_key() -> None:
     policy = load(FOLDER)
     assert "--key" not in REPLAY
-    assert policy.anonymous is not None
     asked = [part.partition("=")[0] for part in REPLAY[REPLAY.index("--mix") + 1].split(",")]
     assert asked == [tier.name for tier in policy.tiers[policy.anonymous.max_level :]]

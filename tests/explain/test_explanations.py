@@ -131,7 +131,6 @@ async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
         await until(lambda: sidecar.knows("overtakes", "admitted"))
         story = await sidecar.story("victim")
         assert story.state == "waiting"
-        assert story.wait is not None
         assert story.wait.starvation_s > 0
         assert "1 request of tier high went ahead because high held less than its reserve" in story.conclusion
         app.release()
@@ -141,12 +140,9 @@ async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
         story = await sidecar.story("victim")
 
     assert (story.state, story.pool, story.path, story.others) == ("completed", "lab", "/v1/chat/completions", 0)
-    assert story.asked is not None
     assert (story.asked.tier, story.asked.tenant, story.asked.source) == ("low", "anonymous", "header")
-    assert story.in_the_way is not None
     assert story.in_the_way.obstacle == "no_room"
     wait = story.wait
-    assert wait is not None
     assert 0 < wait.starvation_s < wait.queue_wait_s
     assert wait.overtaken_by == wait.first[0]
     (group,) = wait.groups
@@ -156,7 +152,6 @@ async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
     assert (ahead.request_id, ahead.because) == ("overtakes", "high held less than its reserve")
     assert wait.overtaken_at_s == pytest.approx(ahead.admitted_at_s, abs=0.001)
     assert story.arrived_at_s < ahead.arrived_at_s < ahead.admitted_at_s
-    assert story.ended is not None
     assert (story.ended.outcome, story.ended.status) == ("completed", 200)
     assert story.trace_id is not None
     assert ahead.trace_id not in (None, story.trace_id)
@@ -178,8 +173,6 @@ def test_within_a_tier_a_later_request_of_the_same_tenant_goes_first_by_a_claim(
     ahead(Admitted(50, 30, 0, None, {}, 3, {}, engine=engine))
     arrives(journal, "waiter", "low", 10)
     story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("waiter")
-    assert story is not None
-    assert story.wait is not None
     (group,) = story.wait.groups
     assert (group.rule, group.because) == (rule, sentence)
 
@@ -193,8 +186,6 @@ def test_of_several_tenants_the_time_of_the_claim_decides(claimed_us: int, rule:
     waiter = arrives(journal, "waiter", "low", 10)
     waiter(Admitted(100, 90, 50, 50, {"low": 5}, 3, {}, engine="a#1", placed=placed))
     story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("waiter")
-    assert story is not None
-    assert story.wait is not None
     assert [group.rule for group in story.wait.groups] == [rule]
 
 
@@ -238,8 +229,6 @@ def test_every_rule_has_its_sentence(
     arrives(journal, "ahead", tier, arrived_us)(Admitted(50, 50 - arrived_us, 0, None, {}, level, passed))
     arrives(journal, "waiter", waiter, 10)
     story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("waiter")
-    assert story is not None
-    assert story.wait is not None
     (group,) = story.wait.groups
     assert (group.rule, group.because, group.came_later) == (rule, sentence, arrived_us > 10)
 
@@ -252,8 +241,6 @@ def test_what_is_not_kept_any_more_is_counted_in_tokens() -> None:
         arrives(journal, str(number), "high", at_us)(Admitted(at_us, 0, 0, None, {}, 1, {"batch": "reserve"}))
     victim(Admitted(200, 200, 190, 10, {"high": 500}, 4))
     story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("victim")
-    assert story is not None
-    assert story.wait is not None
     (unseen,) = story.wait.unseen
     (group,) = story.wait.groups
     assert unseen.tokens + group.tokens == 500
@@ -275,9 +262,7 @@ async def test_a_refusal_without_a_wait_and_one_after_a_wait() -> None:
     )
     assert (stranger.state, stranger.asked, stranger.wait, stranger.admitted) == ("refused", None, None, None)
     assert too_long.state == "refused"
-    assert too_long.refused is not None
     assert (too_long.refused.status, too_long.refused.code) == (503, "queue_timeout")
-    assert too_long.wait is not None
     assert too_long.wait.queue_wait_s >= 0.1
     assert "; then refused with 503 queue_timeout: no room came free for tier batch within 0.1 s" in too_long.conclusion
 
@@ -288,7 +273,6 @@ async def test_a_refusal_after_the_key_was_read_names_the_tenant() -> None:
         assert (await sidecar.ask(b"[", key("acme"), "x-request-id: bad-body")).status == 400
         stories = [await sidecar.story("bad-tier"), await sidecar.story("bad-body")]
     for story in stories:
-        assert story.refused is not None
         assert story.refused.tenant == "acme"
         assert next(steps(story)) == Step("asked by", "tenant acme, tier normal; it ended before it entered the pool")
 
@@ -298,9 +282,7 @@ async def test_one_that_did_not_wait_says_so() -> None:
         await (await sidecar.send("normal", "quick"))
         story = await sidecar.story("quick")
     assert (story.conclusion, story.wait, story.in_the_way) == ("admitted at once, without a wait", None, None)
-    assert story.admitted is not None
     assert (story.admitted.level, story.admitted.aged_to, story.admitted.engine_priority) == (2, None, 20)
-    assert story.answered is not None
     assert story.answered.status == 200
 
 
@@ -406,7 +388,6 @@ async def test_in_a_shared_pool_the_other_replicas_part_is_counted_in_tokens(tmp
             assert (await other.story("overtakes-elsewhere")).state == "completed"
         for pool in pools:
             await pool.close()
-    assert story.wait is not None
     (unseen,) = story.wait.unseen
     assert (unseen.tier, unseen.tokens) == ("high", 19)
     assert unseen.where == "admitted by other replicas of the pool"

@@ -65,7 +65,6 @@ def test_the_sentence_of_the_tenants_own_answers() -> None:
 )
 def test_the_sentence_of_each_source(changes: dict[str, Any], said: str) -> None:
     sentence = entered(story(msgspec.structs.replace(SIZE, **changes)))
-    assert sentence is not None
     assert said in sentence
 
 
@@ -77,25 +76,21 @@ def test_where_nothing_is_known_the_old_rule_holds() -> None:
         f"answers are known {OF})"
     )
     assumed = entered(story(size, msgspec.structs.replace(facts, max_output_tokens=None)))
-    assert assumed is not None
     assert "output 4,096 (the most that the policy assumes: too few" in assumed
 
 
 def test_the_overlap_is_said_where_it_counts_and_what_a_tier_cuts() -> None:
     size = msgspec.structs.replace(SIZE, overlap=0.8333)
     sentence = entered(story(size, msgspec.structs.replace(FACTS, tokens=1036)))
-    assert sentence is not None
     assert sentence.endswith(
         "`), counted at 0.833 because requests end at different times; max_tokens would have held 5,096"
     )
     cut = entered(story(SIZE, msgspec.structs.replace(FACTS, tokens=1200, max_output_tokens=None)))
-    assert cut is not None
     assert ", and no more than one request of its tier may hold; the output that the policy assumes would" in cut
 
 
 def test_a_request_that_is_not_admitted_asked_and_one_of_the_dry_run_would_have() -> None:
     refused = entered(story(admitted=None))
-    assert refused is not None
     assert refused.startswith("It asked for 1,243 tokens")
     assert entered(story(facts=None)) is None
     assert entered(story(size=None)) is None
@@ -116,7 +111,6 @@ def test_a_request_that_is_not_admitted_asked_and_one_of_the_dry_run_would_have(
 )
 def test_how_its_lease_moved(held: int, growths: int, said: str) -> None:
     sentence = moved(story(msgspec.structs.replace(SIZE, held_tokens=held, growths=growths)))
-    assert sentence is not None
     assert sentence.startswith(said)
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,8 @@ from sidecar.admin import openapi
 from sidecar.admin.operations import PATH
 from tests.fuzz.scale import cases, tried
 from tests.security.behind import Behind, standing
+from tests.support.http import fetch
+from tests.support.redis_servers import until
 from tests.support.shared_pools import begun_store
 
 TOKEN = "token-of-the-fuzzed-sidecar"
@@ -75,11 +75,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
     with begun_store(data) as store:
         more = f"store: {store.url}\nstored_tenants: true\n"
         with standing("httptools", folder, more, in_engines=True, **environment) as found:
-            body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}).encode()
-            headers = {"x-request-id": KNOWN["id"], "content-type": "application/json", "x-api-key": "sk-acme"}
-            asked = urllib.request.Request(f"{found.url}/v1/chat/completions", body, headers)
-            with urllib.request.urlopen(asked, timeout=10) as answer:
-                assert answer.status == 200
+            body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+            url = f"{found.url}/v1/chat/completions"
+            assert fetch(url, body, key="sk-acme", x_request_id=KNOWN["id"]).status == 200
             yield found
 
 
@@ -98,9 +96,7 @@ def test_whatever_is_asked_by_the_schema_or_against_it(behind: Behind) -> None:
             case.validate_response(answer, checks=checks)
 
         check()
-    end_s = time.monotonic() + 10
-    while (left := under_way(behind)) != 0:
-        assert time.monotonic() < end_s, left
+    until(lambda: under_way(behind) == 0, "all are over")
 
 
 def test_the_admin_port_answers_as_it_says(behind: Behind, whole: Behind) -> None:
@@ -149,6 +145,4 @@ def under_way(behind: Behind) -> int:
 
 
 def shown(behind: Behind, path: str) -> Any:
-    asked = urllib.request.Request(behind.admin + path, headers={"authorization": f"Bearer {TOKEN}"})
-    with urllib.request.urlopen(asked, timeout=10) as answer:
-        return json.load(answer)
+    return fetch(behind.admin + path, key=TOKEN).json

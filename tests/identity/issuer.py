@@ -67,7 +67,6 @@ class Issuer:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        assert site._server is not None
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined, unused-ignore]
         self.url = f"http://127.0.0.1:{port}/keys"
         try:

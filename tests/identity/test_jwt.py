@@ -210,7 +210,6 @@ async def test_a_new_key_is_fetched_at_once_and_one_that_is_gone_no_longer_count
     issuer, clock = Issuer(ec("old")), Clock()
     async with trusting(issuer) as guarded:
         keys = guarded.sidecar.identities.keys
-        assert keys is not None
         keys._clock = clock
         old = issuer.token()
         assert (await guarded.ask(None, bearer(old))).status == 200
@@ -226,7 +225,6 @@ async def test_random_key_ids_cost_the_issuer_one_fetch_in_five_seconds() -> Non
     issuer, clock = Issuer(ec()), Clock()
     async with trusting(issuer) as guarded:
         keys = guarded.sidecar.identities.keys
-        assert keys is not None
         keys._clock = clock
         assert (await guarded.ask(None, bearer(issuer.token()))).status == 200
         flood = [issuer.token(header={"kid": f"random-{number}"}) for number in range(60)]
@@ -242,7 +240,6 @@ async def test_while_the_issuer_is_down_old_keys_count_and_unknown_ones_are_not_
     issuer, clock = Issuer(ec()), Clock()
     async with trusting(issuer) as guarded:
         keys = guarded.sidecar.identities.keys
-        assert keys is not None
         keys._clock = clock
         assert (await guarded.ask(None, bearer(issuer.token()))).status == 200
         issuer.status = 500
@@ -276,7 +273,6 @@ async def test_an_issuer_that_hangs_holds_only_tokens_and_only_for_a_time(monkey
         assert not waiting.done()
         waiting.cancel()
         task = guarded.sidecar.identities.keys._task  # type: ignore[union-attr]
-        assert task is not None
         task.cancel()
     fetching.close()
     hanging.close()
@@ -341,7 +337,6 @@ async def test_observing_lets_every_token_pass_and_counts_those_that_enforcing_w
         first = (await sidecar.until_found(1))[-1]
         assert (first.verdict, first.code) == (Verdict.UNKNOWN, "issuer_unavailable")
         keys = sidecar.sidecar.identities.keys
-        assert keys is not None
         await keys.fetched()
         assert (await sidecar.ask(None, asked)).status == 200
         assert (await sidecar.until_found(2))[-1].tenant == "acme"

@@ -8,7 +8,6 @@ import aiohttp
 import pytest
 
 from sidecar import AdmissionMiddleware
-from sidecar.fleet.models import ModelsController
 from sidecar.policy.compiler import load
 from tests.fleet.engines import engines
 from tests.identity.issuer import Issuer, ec, jwt_section
@@ -47,12 +46,10 @@ async def test_the_pools_of_all_models_use_the_same_keys_of_the_issuer(tmp_path:
         (tmp_path / "policy.yaml").write_text(MODELS.format(a=a.port, b=b.port) + jwt_section(issuer.url))
         middleware = AdmissionMiddleware(None, load(tmp_path), is_shown=True)
         front = middleware.controller
-        assert isinstance(front, ModelsController)
         async with serving(middleware) as served:
             for model in ("one", "two"):
                 assert await _asked(served.url, issuer.token(), model) == (200, "normal")
         assert all(one.identities is front.identities for one in front.controllers.values())
-        assert front.identities.keys is not None
         front.identities.keys.failure = "answered 500"
         assert [notice for notice in front.notices() if "answered 500" in notice] == [front.identities.keys.problem()]
     assert issuer.fetches == 1

@@ -16,6 +16,7 @@ from sidecar.policy.identity import ALGORITHMS
 from sidecar.policy.problems import PolicyError
 from tests.identity.issuer import Issuer, ec, jwt_section
 from tests.support.each import each
+from tests.support.in_process import output
 from tests.support.middleware import policy, write_policy
 
 URL = "https://id.example/keys"
@@ -52,7 +53,6 @@ def test_each_mistake_is_reported_with_its_line(tmp_path: Path, more: dict[str, 
     (problem,) = refused.value.problems
     assert words in problem.message
     assert "secret@" not in str(refused.value)
-    assert problem.place is not None
     assert problem.place.line == line - 1
 
 
@@ -82,13 +82,11 @@ def test_a_reload_says_what_has_changed_of_tokens() -> None:
     assert describe_changes(one, policy(jwt_section(URL, clock_skew="10s"))) == "jwt clock_skew 30s -> 10s"
 
 
-def test_check_says_whose_tokens_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_whose_tokens_count(tmp_path: Path) -> None:
     write_policy(tmp_path, jwt_section(URL))
-    assert main(["check", str(tmp_path)]) == 0
-    assert "\n  with a token of https://id.example: as its tenant says\n" in capsys.readouterr().out
+    assert "\n  with a token of https://id.example: as its tenant says\n" in output("check", tmp_path)
     write_policy(tmp_path)
-    assert main(["check", str(tmp_path)]) == 0
-    assert "token of" not in capsys.readouterr().out
+    assert "token of" not in output("check", tmp_path)
 
 
 def test_explain_says_who_a_token_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

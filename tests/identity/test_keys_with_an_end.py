@@ -25,6 +25,7 @@ from tests.support.late import anthropic, openai
 from tests.support.middleware import App, chat, guarding, key, policy, write_policy
 from tests.support.redis_servers import RedisServer
 from tests.support.stored_sidecar import Sidecar, sidecar
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 CI = "sk-ci-0123456789abcdef"
@@ -181,8 +182,7 @@ async def with_stored_key(folder: Path, store: RedisServer, **more: str) -> Asyn
 
 async def listed(one: Sidecar) -> list[dict[str, Any]]:
     _, answer = await one.call("GET", "/tenants/bulk")
-    found: list[dict[str, Any]] = answer["tenants"][0]["listed"]
-    return found
+    return answer["tenants"][0]["listed"]
 
 
 async def test_the_commands_change_the_store_and_every_replica_follows(
@@ -200,7 +200,7 @@ async def test_the_commands_change_the_store_and_every_replica_follows(
             answer = await other.ask(f"authorization: Bearer {made}")
             return (answer.status, answer.headers.get("x-admission-tier")) == (200, "normal")
 
-        await other.until(counts, 60.0)
+        await until(counts)
         assert await other.status(CI) == 200  # as before
         assert await one.command("keys", "list", "bulk") == 0
         assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
@@ -212,11 +212,7 @@ async def test_the_commands_change_the_store_and_every_replica_follows(
         assert await other.status(made) == 401
         assert await other.command("keys", "revoke", "bulk", hashed(CI)[:15]) == 0
         assert "none left" in capsys.readouterr().out
-
-        async def is_revoked() -> bool:
-            return await one.status(CI) == 401
-
-        await one.until(is_revoked, 60.0)
+        await until(lambda: one.gives(401, CI))
 
 
 @each(
@@ -259,7 +255,7 @@ async def test_no_change_of_keys_is_lost_among_many_at_once(tmp_path: Path, stor
         async def has_all() -> bool:
             return sorted(row["name"] for row in await listed(one)) == wanted
 
-        await one.until(has_all, 60.0)
+        await until(has_all)
         # Sent again, as a client does whose answer was lost: it is one key.
         assert (await one.call("POST", "/tenants/bulk/keys", entries[0]))[0] == 201
         assert len(await listed(one)) == 20

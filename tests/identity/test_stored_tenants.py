@@ -17,7 +17,6 @@ from hypothesis import strategies as some
 from sidecar import AdmissionMiddleware
 from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access
-from sidecar.cli import main
 from sidecar.composition.stores import new_records
 from sidecar.errors import TenantsUnavailable
 from sidecar.policy.choices import StoredTenants
@@ -26,10 +25,12 @@ from sidecar.policy.stored_tenants import InvalidTenant, read_record, with_store
 from sidecar.tenants import registry
 from sidecar.tenants.registry import StoredTenantsRegistry
 from tests.support.each import each
+from tests.support.in_process import complaint
 from tests.support.middleware import App, key, policy, write_policy
 from tests.support.redis_servers import RedisServer
 from tests.support.serving import serving
 from tests.support.stored_sidecar import Sidecar, sidecar, write
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 BULK_KEY = "sk-bulk-0123456789abcdef"
@@ -69,11 +70,7 @@ async def test_a_tenant_is_in_force_on_all_replicas_at_the_next_look(tmp_path: P
             "unused": None,
         }
         assert await one.status(BULK_KEY) == 200  # here it is when the answer comes
-
-        async def passes() -> bool:
-            return await other.status(BULK_KEY) == 200
-
-        await other.until(passes, 60.0)
+        await until(lambda: other.gives(200, BULK_KEY))
         granted = await other.ask(f"authorization: Bearer {BULK_KEY}", "x-priority: high")
         assert granted.headers["x-admission-tier"] == "normal"
         assert granted.headers["x-admission-clamped-from"] == "high"
@@ -81,11 +78,7 @@ async def test_a_tenant_is_in_force_on_all_replicas_at_the_next_look(tmp_path: P
 
         assert (await other.call("DELETE", "/tenants/bulk"))[1] == {"removed": "bulk", "change": 2}
         assert await other.status(BULK_KEY) == 401
-
-        async def is_refused() -> bool:
-            return await one.status(BULK_KEY) == 401
-
-        await one.until(is_refused, 60.0)
+        await until(lambda: one.gives(401, BULK_KEY))
         assert await one.call("GET", "/tenants/bulk") == (404, await unknown(one))
 
 
@@ -115,13 +108,9 @@ async def test_the_files_go_first(tmp_path: Path, store: RedisServer) -> None:
         await one.call("POST", "/tenants", bulk())
         text = f'tenant: bulk\nkeys: ["{hashed("sk-of-the-file-0123456789")}"]\ntier: high\n'
         (tmp_path / "a" / "tenants" / "bulk.yaml").write_text(text)
-
-        async def counts() -> bool:
-            return await one.status("sk-of-the-file-0123456789") == 200
-
-        await one.until(counts, 60.0)
+        await until(lambda: one.gives(200, "sk-of-the-file-0123456789"))
         assert await one.status(BULK_KEY) == 401
-        await other.until(lambda: passes(other), 60.0)
+        await until(lambda: other.gives(200, BULK_KEY))
         assert "tenant bulk in the store is not in force: the policy's files have a tenant" in one.notices()
         _, answer = await one.call("GET", "/tenants/bulk")
         assert [(row["source"], row["unused"] is None) for row in answer["tenants"]] == [
@@ -129,12 +118,8 @@ async def test_the_files_go_first(tmp_path: Path, store: RedisServer) -> None:
             ("store", False),
         ]
         (tmp_path / "a" / "tenants" / "bulk.yaml").unlink()
-        await one.until(lambda: passes(one), 60.0)
+        await until(lambda: one.gives(200, BULK_KEY))
         assert "bulk" not in one.notices()
-
-
-async def passes(one: Sidecar) -> bool:
-    return await one.status(BULK_KEY) == 200
 
 
 async def test_a_reload_of_the_files_keeps_the_tenants_of_the_store(tmp_path: Path, store: RedisServer) -> None:
@@ -147,7 +132,7 @@ async def test_a_reload_of_the_files_keeps_the_tenants_of_the_store(tmp_path: Pa
             assert await one.status(BULK_KEY) == 200
             return one.middleware.controller.policy.generation != before
 
-        await one.until(is_new, 60.0)
+        await until(is_new)
         assert (one.middleware.controller.policy.max_choices, await one.status(BULK_KEY)) == (3, 200)
 
 
@@ -163,17 +148,13 @@ async def test_a_tenant_without_keys_counts_as_soon_as_the_files_let_one_name_it
         sidecar(tmp_path / "b", store.url, STORED) as late,
     ):
         assert (await one.call("POST", "/tenants", {"tenant": "keyless", "tier": "batch"}))[0] == 201
-
-        async def is_read() -> bool:
-            return "tenant keyless in the store is not in force: keys: missing" in late.notices()
-
-        await late.until(is_read, 60.0)
+        await until(lambda: "tenant keyless in the store is not in force: keys: missing" in late.notices())
         write(tmp_path / "b", store.url, STORED + gateway)
 
         async def counts() -> bool:
             return (await late.ask("x-tenant: keyless")).status == 200
 
-        await late.until(counts, 60.0)
+        await until(counts)
         assert "keyless" not in late.notices()
 
 
@@ -191,21 +172,13 @@ async def test_unknown_keys_get_a_503_until_the_store_was_read(tmp_path: Path, s
         assert (await anew.call("POST", "/tenants", bulk()))[1]["error"]["code"] == "store_unavailable"
         assert (await anew.call("GET", "/tenants"))[1]["change"] == 0
         store.restart()  # empty
-
-        async def is_read() -> bool:
-            return await anew.status(BULK_KEY) == 401
-
-        await anew.until(is_read, 60.0)
+        await until(lambda: anew.gives(401, BULK_KEY))
         assert "cannot be read" not in anew.notices()
         with pytest.raises(ValueError, match="the policy has no 'bulk'"):
             anew.middleware.admission.lease(tokens=1, tenant="bulk")
         await anew.call("POST", "/tenants", bulk())
         assert anew.middleware.controller.policy.named is anew.middleware.controller.policy.named  # made once
-
-        async def is_shared() -> bool:
-            return await anew.status(BULK_KEY) == 200
-
-        await anew.until(is_shared, 60.0)
+        await until(lambda: anew.gives(200, BULK_KEY))
         async with anew.middleware.admission.lease(tokens=1, tenant="bulk") as lease:
             assert lease.tenant == "bulk"
 
@@ -232,11 +205,7 @@ async def test_known_tenants_stay_while_the_store_is_away(tmp_path: Path, store:
         assert answer.status != 401
         assert (await one.ask("authorization: Bearer sk-wrong")).is_error(401, "invalid_api_key")
         store.restart()  # empty: this replica brings the tenant back
-
-        async def is_back() -> bool:
-            return bool(store.command("EXISTS", "admission:tenants:{default}") == 1)
-
-        await one.until(is_back, 60.0)
+        await until(lambda: store.command("EXISTS", "admission:tenants:{default}") == 1)
 
 
 @each(
@@ -294,7 +263,7 @@ async def test_records_that_others_wrote_are_not_in_force_and_keep_no_other_out(
         record = json.dumps(bulk(tenant="newer", keys=[hashed("newer")], shoe_size=43))
         store.command("HSET", f"{root}:records", "newer", record, "broken", "{", "other", json.dumps(bulk()))
         store.command("HINCRBY", root, "epoch", 1)
-        await one.until(lambda: says(one, "3"), 60.0)
+        await until(lambda: one.notices().count("is not in force") == 3)
         assert await one.status(BULK_KEY) == await one.status("newer") == 401
         for said in ("tenant newer in the store is not in force: shoe_size: no such key", "broken", "of bulk"):
             assert said in one.notices()
@@ -319,17 +288,9 @@ async def test_a_name_that_is_none_is_looked_for_and_can_be_removed(
         store.command("HSET", f"{root}:records", "a/b", json.dumps(bulk(tenant="a/b")))
         store.command("ZADD", f"{root}:changed", 1, "a/b")
         store.command("HINCRBY", root, "epoch", 1)
-
-        async def is_seen() -> bool:
-            return "tenant a/b in the store is not in force" in one.notices()
-
-        await one.until(is_seen, 60.0)
+        await until(lambda: "tenant a/b in the store is not in force" in one.notices())
         assert await one.command("tenants", "remove", "a/b") == 0
         assert "in the store" not in one.notices()
-
-
-async def says(one: Sidecar, _: str) -> bool:
-    return one.notices().count("is not in force") == 3
 
 
 async def test_pages_of_many_tenants(tmp_path: Path, store: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,9 +362,8 @@ async def test_the_command_from_nothing(tmp_path: Path, store: RedisServer, caps
         (["remove"], "remove needs the tenant's name"),
     ],
 )
-def test_a_wrong_command_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tenants", *words]) == 2
-    assert said in capsys.readouterr().err
+def test_a_wrong_command_line(words: list[str], said: str) -> None:
+    assert said in complaint("tenants", *words, code=2)
 
 
 async def test_without_stored_tenants_the_pages_say_how_to_have_them(tmp_path: Path, store: RedisServer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -37,6 +38,12 @@ endpoints:
   /v1/responses: {{}}
   /v1/messages: {{}}
 """
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
+    "/v1/completions": lambda prompt: {"prompt": prompt, "max_tokens": 3},
+    "/v1/responses": lambda prompt: {"input": prompt, "max_output_tokens": 3},
+    "/v1/messages": lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
+}
 PRIORITIES = {"critical": 1.0, "high": 0.75, "normal": 0.5, "low": 0.25, "batch": 0.0}
 """TensorRT-LLM's, for the tiers of `POLICY`."""
 
@@ -128,6 +135,28 @@ async def launched(
                 yield server
             finally:
                 await _killed(server)
+
+
+async def many_at_once(server: Launched, priorities: Mapping[str, float]) -> dict[str, float]:
+    """Every endpoint and tier, responses and messages too, whose schemas have no field; streamed and not; shuffled and
+    all at the same time. Returns the priority that each prompt shall have.
+    """
+    cases = [
+        (path, tier, stream, f"{path} {tier} {stream} {index}")
+        for path in BODIES
+        for tier in priorities
+        for stream in (False, True)
+        for index in range(4)
+    ]
+    random.Random(4).shuffle(cases)
+
+    async def ask(path: str, tier: str, stream: bool, prompt: str) -> None:
+        status, headers, text = await server.post(path, tier, stream=stream, **BODIES[path](prompt))
+        assert (status, headers["x-admission-tier"]) == (200, tier), text
+        assert text.endswith("data: [DONE]\n\n") == stream
+
+    await asyncio.gather(*(ask(*case) for case in cases))
+    return {prompt: priorities[tier] for _, tier, _, prompt in cases}
 
 
 async def _answers(server: Launched, health: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from sidecar.launchers.checks import CannotLaunch
 from sidecar.launchers.sglang_priority import hand_over_in
 from tests.launchers.conftest import Refusal
-from tests.launchers.launched import Launched, launched, ours, write_policy
+from tests.launchers.launched import Launched, launched, many_at_once, ours, write_policy
 from tests.support.each import each
 from tests.support.ports import free_ports
 from tests.support.shared_pools import begun_store
@@ -24,12 +24,6 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
-BODIES: dict[str, Any] = {
-    CHAT: lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
-    "/v1/completions": lambda prompt: {"prompt": prompt, "max_tokens": 3},
-    "/v1/responses": lambda prompt: {"input": prompt, "max_output_tokens": 3},
-    "/v1/messages": lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
-}
 PRIORITIES = {"critical": 8, "high": 6, "normal": 4, "low": 2, "batch": 0}
 
 
@@ -73,24 +67,9 @@ async def ask(server: Launched, tier: str, prompt: str, most: int = 2) -> None:
 
 @pytest.mark.long
 async def test_every_request_of_every_endpoint_carries_its_own_priority(tmp_path: Path) -> None:
-    """Responses and messages too, which have no priority of their own; streamed and not, and all at the same time."""
-    cases = [
-        (path, tier, stream, f"{path} {tier} {stream} {index}")
-        for path in BODIES
-        for tier in PRIORITIES
-        for stream in (False, True)
-        for index in range(3)
-    ]
     async with sglang(tmp_path) as server:
-
-        async def one(path: str, tier: str, stream: bool, prompt: str) -> None:
-            status, headers, text = await server.post(path, tier, stream=stream, **BODIES[path](prompt))
-            assert (status, headers["x-admission-tier"]) == (200, tier), text
-            assert text.endswith("data: [DONE]\n\n") == stream
-
-        await asyncio.gather(*(one(*case) for case in cases))
-        reported = {event["prompt"]: event["priority"] for event in happened(tmp_path)}
-        assert reported == {prompt: PRIORITIES[tier] for _, tier, _, prompt in cases}
+        expected = await many_at_once(server, PRIORITIES)
+        assert {event["prompt"]: event["priority"] for event in happened(tmp_path)} == expected
         await is_aborted_when_its_client_leaves(server, tmp_path)
         # SGLang asks itself when it starts, without a key, at a path that no policy guards by default; a 404 ends it.
         # The stand-in would ask 50 ms after its start; the launcher has it ask nothing.

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.launchers.conftest import Refusal
-from tests.launchers.launched import PRIORITIES, Launched, ended, launched, ours, write_policy
+from tests.launchers.launched import BODIES, PRIORITIES, Launched, ended, launched, many_at_once, ours, write_policy
 from tests.support.each import each
 from tests.support.ports import free_ports
 from tests.support.redis_servers import free_port
 from tests.support.shared_pools import begun_store
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 PRIORITY_QUEUE = "scheduler_config: {waiting_queue_policy: priority}\n"
 BATCHES = "/v1/messages/batches"
-BODIES: dict[str, Any] = {
-    "/v1/chat/completions": lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
-    "/v1/completions": lambda prompt: {"prompt": prompt, "max_tokens": 3},
-    "/v1/responses": lambda prompt: {"input": prompt, "max_output_tokens": 3},
-    "/v1/messages": lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
-}
 
 
 @asynccontextmanager
@@ -106,10 +98,7 @@ async def test_the_engines_queue_follows_the_priorities_that_it_gets(tmp_path: P
     async with trtllm(tmp_path, "--max_batch_size", "1") as server:
         # It runs for three seconds, and the others come within a tenth of one.
         first = asyncio.ensure_future(server.post("/v1/responses", "batch", input="first", max_output_tokens=1500))
-        deadline_s = time.monotonic() + 60
-        while not await served(server):
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.01)
+        await until(lambda: served(server))
         rest = []
         for tier in ("batch", "low", "normal", "high", "critical"):
             rest.append(asyncio.ensure_future(server.post("/v1/responses", tier, input=tier, max_output_tokens=2)))
@@ -123,35 +112,12 @@ async def test_every_endpoint_of_many_at_once_gets_its_own_priority(tmp_path: Pa
     """The requests of a batch have that of the batch; those whose clients leave are aborted at the engine."""
     write_policy(tmp_path, more=f"  {BATCHES}: {{api: generic, tokens: 1000}}\n")
     async with trtllm(tmp_path) as server:
-        expected = await many_at_once(server)
+        expected = await many_at_once(server, PRIORITIES)
         assert await served(server) == expected
         await a_batch(server, "one", "two")
         assert await served(server) == {**expected, "one": 0.25, "two": 0.25}
         assert warned(server) == []
         await clients_leave(server)
-
-
-async def many_at_once(server: Launched) -> dict[str, float]:
-    """Responses and messages too, whose schemas have no field; streamed and not; shuffled and all at the same time.
-    Returns the priorities that they shall have.
-    """
-    cases = [
-        (path, tier, stream, f"{path} {tier} {stream} {index}")
-        for path in BODIES
-        for tier in PRIORITIES
-        for stream in (False, True)
-        for index in range(5)
-    ]
-    random.Random(4).shuffle(cases)
-
-    async def ask(path: str, tier: str, stream: bool, prompt: str) -> None:
-        status, headers, text = await server.post(path, tier, stream=stream, **BODIES[path](prompt))
-        assert (status, headers["x-admission-tier"]) == (200, tier), text
-        assert text.endswith("data: [DONE]\n\n") == stream
-        assert "t2 " in text
-
-    await asyncio.gather(*(ask(*case) for case in cases))
-    return {prompt: PRIORITIES[tier] for _, tier, _, prompt in cases}
 
 
 async def a_batch(server: Launched, *prompts: str) -> None:
@@ -162,10 +128,11 @@ async def a_batch(server: Launched, *prompts: str) -> None:
     ]
     status, headers, text = await server.post(BATCHES, "low", requests=requests)
     assert (status, headers["x-admission-tier"]) == (200, "low"), text
-    deadline_s = time.monotonic() + 60
-    while (await server.get(f"{BATCHES}/{json.loads(text)['id']}"))["processing_status"] != "ended":
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.05)
+
+    async def is_over() -> bool:
+        return bool((await server.get(f"{BATCHES}/{json.loads(text)['id']}"))["processing_status"] == "ended")
+
+    await until(is_over)
 
 
 async def clients_leave(server: Launched) -> None:
@@ -176,10 +143,11 @@ async def clients_leave(server: Launched) -> None:
         async with server.client.post(server.url + path, json=body) as answer:
             await answer.content.readany()
             answer.close()
-    deadline_s = time.monotonic() + 60
-    while sorted((await server.get("/stand_in"))["aborted"]) != sorted(BODIES):
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.05)
+
+    async def are_aborted() -> bool:
+        return sorted((await server.get("/stand_in"))["aborted"]) == sorted(BODIES)
+
+    await until(are_aborted)
 
 
 @pytest.mark.long
@@ -236,14 +204,11 @@ async def test_a_policy_without_an_engine_hands_nothing_over(tmp_path: Path) -> 
 
 
 async def replica(server: Launched, admin_port: int) -> str:
-    """The name of the process behind these admin pages, which may still be on its way."""
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        with suppress(aiohttp.ClientConnectionError):
-            async with server.client.get(f"http://127.0.0.1:{admin_port}/state") as page:
-                return str((await page.json())["pool"]["store"]["replica"])
-        await asyncio.sleep(0.05)
-    raise AssertionError(server.log)
+    """The name of the process behind these admin pages; nothing while it is on its way."""
+    with suppress(aiohttp.ClientConnectionError):
+        async with server.client.get(f"http://127.0.0.1:{admin_port}/state") as page:
+            return str((await page.json())["pool"]["store"]["replica"])
+    return ""
 
 
 @pytest.mark.long
@@ -253,8 +218,9 @@ async def test_several_frontends_share_a_pool_in_the_store(tmp_path: Path) -> No
     with begun_store(tmp_path) as store:
         variables = {"SIDECAR_STORE": store.url, "SIDECAR_ADMIN_PORT": str(admin)}
         async with trtllm(tmp_path, "--num_serve_frontends", "2", **variables) as server:
-            replicas = {await replica(server, port) for port in (admin, admin + 1)}
-            assert len(replicas) == 2
+            for port in (admin, admin + 1):
+                await until(lambda port=port: replica(server, port))
+            assert len({await replica(server, port) for port in (admin, admin + 1)}) == 2
 
 
 @pytest.mark.long

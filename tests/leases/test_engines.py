@@ -68,7 +68,6 @@ async def test_a_prompt_is_counted_until_the_first_output(tmp_path: Path) -> Non
 
             def unprefilled() -> int:
                 view = admission.controller.engines
-                assert view is not None
                 return sum(row.unprefilled_tokens for row in view.documents())
 
             await eventually(lambda: unprefilled() == 400)

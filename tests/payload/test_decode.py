@@ -31,6 +31,8 @@ SMALLEST: dict[Api, dict[str, Any]] = {
     EMBEDDINGS: {"input": "Hello"},
     GENERIC: {},
 }
+IDS = list(range(3000))
+LISTED = ((COMPLETIONS, "prompt"), (EMBEDDINGS, "input"))
 JARGON = re.compile(r"\b(array|Expected|int|str|bool|float|msgspec|codec)\b|[$`]")
 
 
@@ -65,42 +67,45 @@ def test_the_maximum_output_is_where_the_api_keeps_it(api: Api, field: str) -> N
     assert read_from(api, **SMALLEST[api]).max_output_tokens is None
 
 
-@each(("newer", "older", "counts"), [(3, 9, 9), (9, 3, 9), (0, 9, 9), (9, 0, 9), (0, 0, None)])
-def test_of_two_maxima_the_larger_counts(newer: int, older: int, counts: int | None) -> None:
-    """Engines go by either of them, and by the other one where that is 0."""
-    read = read_from(CHAT, messages=HELLO, max_tokens=older, max_completion_tokens=newer)
-    assert read.max_output_tokens == counts
+READ: list[tuple[Api, dict[str, Any], dict[str, Any]]] = [
+    # Of two maxima the larger: engines go by either of them, and by the other one where that is 0.
+    *((CHAT, {"max_tokens": older, "max_completion_tokens": newer}, {"max_output_tokens": counts})
+      for newer, older, counts in ((3, 9, 9), (9, 3, 9), (0, 9, 9), (9, 0, 9), (0, 0, None))),
+    (EMBEDDINGS, {"max_tokens": 9}, {"max_output_tokens": 0}),
+    # Choices are `n` or `best_of`, whichever is more.
+    (CHAT, {}, {"choices": 1}),
+    (CHAT, {"n": 4}, {"choices": 4}),
+    (CHAT, {"best_of": 8}, {"choices": 8}),
+    (CHAT, {"best_of": 2, "n": 3}, {"choices": 3}),
+    (COMPLETIONS, {"n": 2, "best_of": 5}, {"choices": 5}),
+    (COMPLETIONS, {"n": 5, "best_of": 2}, {"choices": 5}),
+    # Token ids are counted exactly, whatever they are, and lists are as many prompts.
+    *((api, {field: [1, 2, 3]}, {"prompt_bytes": 0, "prompt_tokens": 3, "prompts": 1}) for api, field in LISTED),
+    *((api, {field: [[1, 2, 3], [4], [5, 6]]}, {"prompt_bytes": 0, "prompt_tokens": 6, "prompts": 3})
+      for api, field in LISTED),
+    (COMPLETIONS, {"prompt": [-1, 10**12]}, {"prompt_tokens": 2}),
+    *((api, {field: ["ab", "1", "äß"]}, {"prompt_bytes": 7, "prompt_tokens": 0, "prompts": 3})
+      for api, field in LISTED),
+    *((CHAT, {field: IDS}, {"prompt_tokens": 3000, "prompts": 1}) for field in ("input_ids", "prompt_token_ids")),
+    (CHAT, {"input_embeds": [[0.25, 1e-3]] * 3000}, {"prompt_tokens": 3000}),
+    (COMPLETIONS, {"input_ids": [[1, 2], [3], [4, 5]]}, {"prompts": 3}),
+    (COMPLETIONS, {"input_embeds": [[[0.5]], [[0.5], [1]]]}, {"prompts": 2}),
+    # The prompt may be missing where another field carries it.
+    (COMPLETIONS, {"prompt": None, "prompt_embeds": "UEsDBAAA"}, {"unsized": "prompt_embeds"}),
+    (COMPLETIONS, {"prompt": None, "prompt_token_ids": [1, 2]}, {"prompt_tokens": 2}),
+    (RESPONSES, {"input": None, "prompt": {"id": "pmpt_1"}}, {"unsized": "prompt"}),
+]  # fmt: skip
 
 
-def test_embeddings_have_no_output() -> None:
-    assert read_from(EMBEDDINGS, input="Hello", max_tokens=9).max_output_tokens == 0
+@each(("api", "fields", "read"), READ)
+def test_a_field_counts_as_the_engines_take_it(api: Api, fields: dict[str, Any], read: dict[str, Any]) -> None:
+    given = {name: value for name, value in {**SMALLEST[api], **fields}.items() if value is not None}
+    payload = read_from(api, **given)
+    assert {name: getattr(payload, name) for name in read} == read
 
 
-@pytest.mark.parametrize("api", [COMPLETIONS, EMBEDDINGS])
-def test_token_ids_are_counted_exactly(api: Api) -> None:
-    field = next(iter(SMALLEST[api]), "input")
-    one = read_from(api, **{field: [1, 2, 3]})
-    assert (one.prompt_bytes, one.prompt_tokens, one.prompts) == (0, 3, 1)
-    several = read_from(api, **{field: [[1, 2, 3], [4], [5, 6]]})
-    assert (several.prompt_bytes, several.prompt_tokens, several.prompts) == (0, 6, 3)
-
-
-def test_the_worth_of_a_token_id_is_the_engines_business() -> None:
-    assert read_from(COMPLETIONS, prompt=[-1, 10**12]).prompt_tokens == 2
-
-
-@pytest.mark.parametrize("api", [COMPLETIONS, EMBEDDINGS])
-def test_a_list_of_strings_is_as_many_prompts(api: Api) -> None:
-    payload = read_from(api, **{next(iter(SMALLEST[api])): ["ab", "1", "äß"]})
-    assert (payload.prompt_bytes, payload.prompt_tokens, payload.prompts) == (2 + 1 + 4, 0, 3)
-    assert payload.text() == "ab\n1\näß"
-
-
-def test_choices_are_n_or_best_of_whichever_is_more() -> None:
-    assert read_from(CHAT, messages=HELLO).choices == 1
-    assert read_from(CHAT, messages=HELLO, n=4).choices == 4
-    assert read_from(COMPLETIONS, prompt="a", n=2, best_of=5).choices == 5
-    assert read_from(COMPLETIONS, prompt="a", n=5, best_of=2).choices == 5
+def test_of_a_list_of_strings_each_is_a_line() -> None:
+    assert read_from(COMPLETIONS, prompt=["ab", "1", "äß"]).text() == "ab\n1\näß"
 
 
 @each(
@@ -131,7 +136,6 @@ def tokens(api: Api, **fields: Any) -> int:
     return Estimator().prompt_tokens(read_from(api, **{**SMALLEST[api], **fields}), "acme")
 
 
-IDS = list(range(3000))
 CARRIERS: list[tuple[Api, dict[str, Any]]] = [
     (CHAT, {"input_ids": IDS}),
     (CHAT, {"input_ids": [0] * 3000}),
@@ -167,28 +171,9 @@ def test_a_prompt_of_3000_tokens_counts_wherever_it_travels(api: Api, fields: di
     assert 3000 <= tokens(api, **fields) <= 8000
 
 
-@each(
-    ("api", "fields"),
-    [(CHAT, {"input_ids": IDS}), (CHAT, {"prompt_token_ids": IDS}), (CHAT, {"input_embeds": [[0.25, 1e-3]] * 3000})],
-)
-def test_token_ids_in_a_place_of_their_own_are_counted_exactly(api: Api, fields: dict[str, Any]) -> None:
-    assert read_from(api, **SMALLEST[api], **fields).prompt_tokens == 3000
-
-
 def test_an_escaped_name_hides_no_prompt() -> None:
     body = b'{"messages":[{"role":"user","content":"Hello"}],"input\\u005fids":[%b]}' % b",".join([b"1"] * 3000)
     assert decode(CHAT, body).prompt_tokens == 3000
-
-
-def test_lists_of_token_ids_are_as_many_prompts() -> None:
-    assert read_from(COMPLETIONS, prompt="a", input_ids=[[1, 2], [3], [4, 5]]).prompts == 3
-    assert read_from(CHAT, messages=HELLO, input_ids=[1, 2, 3]).prompts == 1
-    assert read_from(COMPLETIONS, prompt="a", input_embeds=[[[0.5]], [[0.5], [1]]]).prompts == 2
-
-
-def test_best_of_counts_in_a_chat_too() -> None:
-    assert read_from(CHAT, messages=HELLO, best_of=8).choices == 8
-    assert read_from(CHAT, messages=HELLO, best_of=2, n=3).choices == 3
 
 
 FILE = {"type": "file", "file": {"file_id": "file-1"}}
@@ -242,12 +227,6 @@ def test_a_null_names_nothing_elsewhere(name: str) -> None:
         if name not in SMALLEST[api]:
             assert read_from(api, **SMALLEST[api], **{name: None}) is not None
             assert read_from(api, **SMALLEST[api], **{name: None}).unsized is None
-
-
-def test_a_prompt_may_be_missing_where_another_field_carries_it() -> None:
-    assert read_from(COMPLETIONS, prompt_embeds="UEsDBAAA").unsized == "prompt_embeds"
-    assert read_from(COMPLETIONS, prompt_token_ids=[1, 2]).prompt_tokens == 2
-    assert read_from(RESPONSES, prompt={"id": "pmpt_1"}).unsized == "prompt"
 
 
 ORDINARY: dict[str, Any] = {

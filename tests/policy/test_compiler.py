@@ -163,7 +163,6 @@ def test_what_was_read_knows_where_everything_stands() -> None:
         "standard.yaml",
     ]
     place = loaded.place(("tenants", "standard", "max_tier"))
-    assert place is not None
     assert f"{Path(place.file).name}:{place.line}" == "standard.yaml:13"
 
 

@@ -246,7 +246,6 @@ def test_a_gateway_changes_key_by_key_and_what_was_only_remembered_is_no_change(
     written = "gateway: {{tenant_header: x-tenant, addresses: [{address}]{more}}}\n"
     before, again, after = (policy(written.format(address=f"10.0.0.{n}", more="")) for n in (1, 1, 2))
     assert before.named
-    assert before.gateway is not None
     assert before.gateway.is_from(("10.0.0.1", 5))
     assert differences(before, again) == []
     assert differences(before, after) == ["gateway addresses 10.0.0.1/32 -> 10.0.0.2/32"]

@@ -76,7 +76,6 @@ def listed(folder: Path, text: str, policy: str = "engines: {file: engines.yaml}
 def test_the_specified_policy_loads(tmp_path: Path) -> None:
     policy = load(pool(tmp_path, SPECIFIED))
     fleet = policy.engines
-    assert fleet is not None
     assert fleet.static == (
         EngineAddress("a", "http://a:8000", READ, 8000, 1000),
         EngineAddress("b", "http://b:8000", Capacity(tokens=400_000, requests=160), 8000, 1000),
@@ -107,7 +106,6 @@ def test_a_mapping_with_nothing_in_it_has_its_defaults(tmp_path: Path, key: str)
 @each("name", [name for name in ENGINES if name != "none"])
 def test_an_engine_is_probed_at_its_own_page(tmp_path: Path, name: str) -> None:
     fleet = loaded(tmp_path, WRITTEN, TIERS.replace("vllm", name)).engines
-    assert fleet is not None
     assert fleet.health.path == ENGINES[name].health_page
     if name == "sglang":
         assert fleet.health.path == "/v1/models"  # its /health generates a token
@@ -121,7 +119,6 @@ def test_written_capacities_add_up(tmp_path: Path) -> None:
     assert policy.largest_engine == (400_000, 160)
     assert not policy.reads_capacity
     assert policy.engine_capacity is None
-    assert policy.engines is not None
     first, second = policy.engines.static
     assert (first.prefill, second.prefill, second.speed, second.url) == (8000, UNLIMITED, 250, "http://b:8000/base")
 
@@ -183,7 +180,6 @@ def test_one_model_may_have_all_engines(tmp_path: Path) -> None:
 )
 def test_a_name_is_of_addresses_with_a_port_or_of_srv_records(tmp_path: Path, name: str, service: DnsService) -> None:
     policy = loaded(tmp_path, f"engines: {{dns: {{name: {name!r}}}}}\n")
-    assert policy.engines is not None
     assert policy.engines.dns == service
     assert str(service) == name
     assert policy.engines.discovery is Discovery.DNS
@@ -208,7 +204,6 @@ def test_an_engine_list_is_read_with_the_policys_defaults(tmp_path: Path) -> Non
         "- {name: b, url: http://b:8000, capacity: {requests: 4}, speed: 2, prefill: 1k}\n"
     )
     policy = loaded(tmp_path, "engines: {file: engines.yaml, capacity: {tokens: 400k}, prefill: 16k}\n")
-    assert policy.engines is not None
     assert policy.engines.file == str(tmp_path / "engines.yaml")
     engines = read_engine_list(policy, Path(policy.engines.file))
     assert engines == (

@@ -218,13 +218,11 @@ def test_what_counts_at_a_time(tmp_path: Path) -> None:
 
 def test_what_is_said_of_a_time(tmp_path: Path) -> None:
     now = with_hours(tmp_path).hours_at(at("2026-11-30 12:00"))
-    assert now is not None
     assert str(now) == (
         f"hours that count now: tier batch: limit 10% ({WORK}); tenant acme: requests_per_minute 60 ({WORK}); "
         "the next change is at 2026-11-30T17:00:00+00:00"
     )
     later = with_hours(tmp_path).hours_at(at("2026-12-04 18:00"))
-    assert later is not None
     assert later.next_change == "2026-12-07T07:00:00+00:00"  # the midnights of mon-sun change nothing
     assert load(pool(tmp_path)).hours_at(0) is None
 

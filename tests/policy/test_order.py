@@ -5,13 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 from pathlib import Path
 
-import pytest
-
-from sidecar.cli import main
 from sidecar.policy.choices import Order
 from sidecar.policy.compiler import load
 from sidecar.policy.warnings import warnings
 from tests.policy.files import SMALL, mistakes, pool
+from tests.support.in_process import output
 
 TIERS = "{high: {reserve: 20%, lend: 50%, slo: {ttft: 1s, tpot: 50ms}}, normal: {}}"
 GAIN = f"engine: vllm\ncapacity: {{tokens: 1000, requests: 10}}\norder: gain\nanonymous: normal\ntiers: {TIERS}\n"
@@ -67,9 +65,8 @@ def test_without_an_objective_it_is_warned_of(tmp_path: Path) -> None:
     assert warning.startswith("no tier has an `slo` with `ttft` and `tpot`, so no request earns anything")
 
 
-def test_check_shows_the_floor_and_not_the_reserve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_shows_the_floor_and_not_the_reserve(tmp_path: Path) -> None:
     folder = pool(tmp_path, GAIN)
-    assert main(["check", str(folder)]) == 0
-    said = capsys.readouterr().out
+    said = output("check", folder)
     assert "in tokens  floor  kept idle" in said
     assert "floor: what a tier always gets back in fair order, 25% of its reserve (fair)" in said

@@ -69,7 +69,6 @@ def test_words_that_yaml_reads_as_something_else_are_kept_apart(tmp_path: Path, 
 def test_dates_and_strange_numbers_are_ambiguous_or_text_but_never_numbers(tmp_path: Path, written: str) -> None:
     data, problems = _read(tmp_path, f"a: {written}\n".encode())
     assert problems == []
-    assert isinstance(data, dict)
     assert isinstance(data["a"], (Ambiguous, str))
 
 

@@ -21,7 +21,6 @@ def users(folder: Path, written: str) -> Users | None:
 
 def test_an_empty_mapping_tells_users_apart_by_the_fields_of_the_known_apis(tmp_path: Path) -> None:
     found = users(tmp_path, "users: {}\n")
-    assert found is not None
     assert found.sources == ("header x-user-id", "body user", "body safety_identifier", "body metadata.user_id")
     assert (found.fair, found.limits.are_counted, found.most, found.shown.value) == (True, False, 10_000, "hashed")
     assert users(tmp_path, "") is None

@@ -319,20 +319,6 @@ async def test_connections_that_are_not_used_are_closed_in_time_and_used_ones_st
     assert engine.connections == 8
 
 
-async def test_a_response_that_is_given_up_ends_its_connection_at_once() -> None:
-    ended = asyncio.Event()
-
-    async def script(connection: Connection) -> None:
-        await connection.request()
-        await connection.send(STREAM + b"1\r\nx\r\n")
-        await connection.hung_up()
-        ended.set()
-
-    async with asking(script) as (_, upstream):
-        (await ask(upstream)).close()
-        await asyncio.wait_for(ended.wait(), 60)
-
-
 # What is sent
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 
 from tests.support.commands import address, command
 from tests.support.fault_proxy import FaultProxy
+from tests.support.http import fetch
 from tests.support.middleware import write_policy
 from tests.support.ports import free_ports
 
@@ -61,16 +59,11 @@ async def test_a_loop_through_another_server_ends_with_the_first_request_that_co
             status, answer = await asyncio.to_thread(_asked, f"{sidecar}/v1/models")
             assert (status, answer["error"]["code"]) == (508, "loop_detected")
             if mode == "observe":  # enforcing, the request waits until the engine is there
-                status, answer = await asyncio.to_thread(_asked, f"{sidecar}/v1/completions", b'{"prompt": "a"}')
+                status, answer = await asyncio.to_thread(_asked, f"{sidecar}/v1/completions", {"prompt": "a"})
                 assert (status, answer["error"]["code"]) == (508, "loop_detected")
             assert len(os.listdir(f"/proc/{process.pid}/fd")) < 60
 
 
-def _asked(url: str, body: bytes | None = None) -> tuple[int, Any]:
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return refused.code, json.load(refused)
+def _asked(url: str, body: object = None) -> tuple[int, Any]:
+    answer = fetch(url, body)
+    return answer.status, answer.json

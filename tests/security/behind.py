@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import socket
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from typing import Any
 
 from tests.support.commands import address, command
 from tests.support.engine import Connection, Received, raw_engine
+from tests.support.in_process import in_thread
 from tests.support.middleware import write_policy
 from tests.support.serving import serving
 
@@ -126,31 +125,6 @@ def _server(behind: Behind) -> AbstractAsyncContextManager[Any]:
 
 
 @contextmanager
-def _in_a_thread(server: AbstractAsyncContextManager[Any]) -> Iterator[str]:
-    """Runs a server in an event loop of its own; gives its address."""
-    ready, found = threading.Event(), []
-
-    async def run() -> None:
-        over.append(asyncio.Event())
-        loops.append(asyncio.get_running_loop())
-        async with server as served:
-            found.append(served.url)
-            ready.set()
-            await over[0].wait()
-
-    over: list[asyncio.Event] = []
-    loops: list[asyncio.AbstractEventLoop] = []
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
-    thread.start()
-    assert ready.wait(WITHIN_S)
-    try:
-        yield found[0]
-    finally:
-        loops[0].call_soon_threadsafe(over[0].set)
-        thread.join()
-
-
-@contextmanager
 def standing(
     kind: str, folder: Path, more: str = "", *, in_engines: bool = False, **variables: str
 ) -> Iterator[Behind]:
@@ -159,7 +133,8 @@ def standing(
     `in_engines`: the policy names the server as its engine `e0`.
     """
     behind = Behind(kind)
-    with _in_a_thread(_server(behind)) as upstream:
+    with in_thread(_server(behind)) as server:
+        upstream = server.url
         path = write_policy(folder, more, engine="vllm", max_body="1MiB")
         if in_engines:
             engines = f"engines:\n  static: [{{name: e0, url: {upstream}}}]\n  capacity: "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from sidecar.cli import main
 from sidecar.policy.compiler import shipped_policies
 from tests.support.commands import address, command
 from tests.support.each import each
+from tests.support.http import fetch
 from tests.support.middleware import Answer, App, write_policy
 from tests.support.redis_servers import free_port
 from tests.support.serving import Served, serving
@@ -202,15 +201,6 @@ def sidecar(*more: str, **variables: str) -> Iterator[str]:
         yield address(process)
 
 
-def status_of(url: str, headers: Mapping[str, str] | None = None) -> int:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers or {})), timeout=10) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
-
-
 def reported(*arguments: str, **variables: str) -> tuple[int, str, str]:
     with command(*arguments, **variables) as process:
         out, errors = process.communicate(timeout=20)
@@ -222,10 +212,9 @@ def test_serve_top_and_explain_with_a_token_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     with sidecar(SIDECAR_ADMIN_TOKEN_FILE=str(file), SIDECAR_ENGINE_CHECK="off") as url:
-        with_token = {"authorization": f"Bearer {TOKEN}"}
-        assert [status_of(url + path) for path in PROBES] == [200, 200]
-        assert [status_of(url + path) for path in ("/", "/metrics", "/state", "/requests/x")] == [401] * 4
-        assert [status_of(url + path, with_token) for path in ("/", "/metrics", "/state")] == [200] * 3
+        assert [fetch(url + path).status for path in PROBES] == [200, 200]
+        assert [fetch(url + path).status for path in ("/", "/metrics", "/state", "/requests/x")] == [401] * 4
+        assert [fetch(url + path, key=TOKEN).status for path in ("/", "/metrics", "/state")] == [200] * 3
 
         code, out, errors = reported("top", "--once", "--admin", url)
         assert (code, out) == (1, "")

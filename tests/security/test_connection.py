@@ -177,12 +177,6 @@ async def test_no_refusal_is_written_into_somebody_elses_response(before: bytes)
         assert answer.endswith(b"5\r\nfirst\r\n")
 
 
-async def test_what_is_no_http_is_a_400_in_our_shape() -> None:
-    async with sidecar() as guarded:
-        answer = Answer.parsed(await exchange(guarded.port, b"\x16\x03\x01\x02\x00 TLS to a port without\r\n\r\n"))
-    assert answer.is_error(400, "invalid_http", "RFC 9112")
-
-
 @each("http", ["httptools", "h11", BoundedHttpProtocol])
 @each("trailer", [b"x-override-priority: 99", b"authorization: Bearer sk-x", b"connection: x-a"])
 async def test_no_trailer_becomes_a_header_behind_our_back(http: object, trailer: bytes) -> None:
@@ -230,17 +224,6 @@ async def test_each_of_several_offers_is_declined_by_itself() -> None:
         answer = await read_all(reader)
     assert answer.count(b"HTTP/1.1 200 ") == 4
     assert [seen.body for seen in app.seen] == [SMALL] * 4
-
-
-async def test_a_javas_first_request_keeps_its_body() -> None:
-    """Its client offers h2c with it; a server that does not take the offer must read the request as it is."""
-    app = App()
-    offer = ("connection: Upgrade, HTTP2-Settings, close", "upgrade: h2c", "http2-settings: AAEAAEAA")
-    async with sidecar(app) as guarded:
-        answer = Answer.parsed(await exchange(guarded.port, post(CHAT, SMALL, *offer, close=False)))
-    assert answer.status == 200
-    assert app.seen[0].body == SMALL
-    assert app.seen[0].all(b"connection") == [b"HTTP2-Settings, close"]
 
 
 async def test_in_http_1_1_a_host_is_named() -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from starlette.types import Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
 from sidecar.admission.policy_snapshot import Credentials
@@ -174,51 +173,6 @@ async def test_an_engine_with_a_key_of_its_own_gets_that_one(
         *passed.all(b"authorization"),
         *passed.all(b"x-api-key"),
     ]
-
-
-@pytest.mark.parametrize("more", ["", "forward_key: true\n"])
-async def test_without_an_engine_key_none_is_made_up(
-    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SIDECAR_ENGINE_KEY", raising=False)
-    async with before_an_engine(tmp_path, more) as (engine, port):
-        await exchange(port, post(CHAT, SMALL, key("acme")))
-    assert engine.requests[0].all(b"authorization") == ([b"Bearer sk-acme"] if more else [])
-
-
-async def test_a_refusal_never_reaches_the_engine_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIDECAR_ENGINE_KEY", ENGINE_KEY)
-    async with before_an_engine(tmp_path) as (engine, port):
-        refused = Answer.parsed(await exchange(port, post(CHAT, SMALL, "x-api-key: sk-stranger")))
-    assert refused.is_error(401, "invalid_api_key")
-    assert engine.requests == []
-
-
-async def test_a_servers_own_key_check_behind_the_sidecar_is_passed_with_the_engines_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As vLLM's `--api-key`, whose middleware stands behind a `--middleware`; the tenant shows its own key."""
-    monkeypatch.setenv("SIDECAR_ENGINE_KEY", ENGINE_KEY)
-    app = App()
-
-    async def checking(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and dict(scope["headers"]).get(b"authorization") != b"Bearer sk-engines-own":
-            await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-            return
-        await app(scope, receive, send)
-
-    sidecar = AdmissionMiddleware(checking, write_policy(tmp_path, engine="vllm"))
-    async with serving(sidecar) as served:
-        statuses = [
-            Answer.parsed(await exchange(served.port, sent)).status
-            for sent in (
-                post(CHAT, SMALL, key("acme")),
-                get("/v1/models", key("acme")),
-                get("/v1/models", f"authorization: Bearer {ENGINE_KEY}"),
-            )
-        ]
-    assert statuses == [200, 401, 200]
 
 
 @each("named", ["X-Vllm-Priority", "authorization", "x-vllm-priority , Authorization"])

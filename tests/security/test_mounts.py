@@ -1,4 +1,6 @@
-"""No mount and no `root_path` leads past admission, with Starlette's own router as the judge."""
+"""No mount, `root_path` or spelling leads past admission, with Starlette's own router as the judge: not to a guarded
+path, nor to one that generates without a lease, nor to an operator's page.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from tests.support.each import each
-from tests.support.middleware import CHAT, KEYS, SMALL, App, Caller, write_policy
+from tests.support.middleware import CHAT, KEYS, SMALL, App, Caller, policy, write_policy
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +38,10 @@ GUARDED = (CHAT, "/chat", "/Own/Chat")
 ROUTES = ("/v1/chat/completions", "/chat/completions", "/completions", "/", "/chat", "/Own/Chat", "/Chat")
 MOUNTS = ((), ("/v1",), ("/api", "/v1"), ("/api/v1",), ("/{tenant}/v1",), ("/v1/chat",), ("/Own",), (CHAT,))
 ROOTS = ("", "/api", "/v1", "/api/v1", "/v1/", "/v", "/")
-PIECES = ("/", "//", ".", "/../", "%2f", "%0a", "%20", ";a=b", "\\", "?", "%3f", "#", "%23", "%253f", "v", "V", "/v1")
+PIECES = ("/", "//", ".", "..", "/./", "/../", "%2f", "%2e", "%0a", "%0A", "%00", "%20", "%2520", ";a=b", "\\", "%5c",
+          "?", "%3f", "#", "%23", "%253f", "v", "V", "/v1")  # fmt: skip
+OPEN = (CHAT, "/V1/Chat/Completions", "/v1/%63hat/completions", "/metrics", "/%6detrics", "/docs", "/v1/score",
+        "/V1/Score", "/v1/%73core")  # fmt: skip
 
 
 def denying(more: str) -> Policy:
@@ -83,11 +88,19 @@ def spelled(draw: some.DrawFn) -> str:
     """A path below some mount, with pieces inserted anywhere."""
     root = draw(some.sampled_from(ROOTS)) if draw(some.booleans()) else ""
     path = root + "".join(draw(some.sampled_from(MOUNTS))).replace("{tenant}", draw(some.sampled_from(("a", "x%3f"))))
-    path += draw(some.sampled_from(ROUTES))
-    for _ in range(draw(some.integers(0, 2))):
+    return with_pieces(draw, path + draw(some.sampled_from(ROUTES)))
+
+
+def with_pieces(draw: some.DrawFn, path: str) -> str:
+    for _ in range(draw(some.integers(0, 3))):
         at = draw(some.integers(0, len(path)))
         path = path[:at] + draw(some.sampled_from(PIECES)) + path[at:]
     return path if path.startswith("/") else f"/{path}"
+
+
+@some.composite
+def spelled_openly(draw: some.DrawFn) -> str:
+    return with_pieces(draw, draw(some.sampled_from(("", "/below", "/v", "/v1", "/m"))) + draw(some.sampled_from(OPEN)))
 
 
 @pytest.mark.parametrize("more", ["unguarded: deny\n", "unguarded: generating\n", "unguarded: allow\n"])
@@ -104,6 +117,44 @@ async def test_whatever_leads_starlette_to_a_guarded_endpoint_is_guarded(
     app = app_of(mounts, more)
     for method in ("POST", "post", *(() if "allow" in more else ("PUT", "DELETE", "QUERY"))):
         assert not (await answer(app, path, root, method=method)).startswith("past admission"), method
+
+
+async def _chat(request: Request) -> PlainTextResponse:
+    return PlainTextResponse("admitted" if SCOPE_KEY in request.scope else "past admission")
+
+
+async def _page(_: Request) -> PlainTextResponse:
+    return PlainTextResponse("a page")
+
+
+async def _score(_: Request) -> PlainTextResponse:
+    return PlainTextResponse("generated")
+
+
+@functools.cache
+def engine_of(more: str) -> Any:
+    """An engine's server; its `/metrics` is mounted as vLLM's, and so is everything that begins like it."""
+    metrics = Mount("/metrics", Starlette(routes=[Route("/{rest:path}", _page, methods=["GET", "POST"])]))
+    generating = [Route(CHAT, _chat, methods=["POST", "GET"]), Route("/v1/score", _score, methods=["POST"])]
+    return AdmissionMiddleware(
+        Starlette(routes=[*generating, metrics, Route("/docs", _page)]), policy(f"{more}public: []\n", engine="vllm")
+    )
+
+
+@pytest.mark.parametrize("more", ["unguarded: deny\n", "unguarded: generating\n", "unguarded: allow\n"])
+@given(path=spelled_openly(), root=some.sampled_from(["", "/below", "/v", "/v1", "/m"]))
+@example(path="/v1/chat/completions%0A", root="")
+@example(path="/v1/chat/completions", root="/v")
+@example(path="/below/v1/chat/completions", root="/below")
+@example(path="/metrics%0a", root="")
+@example(path="/v/%6detrics/../", root="/v")
+@example(path="/below//v1/./%73core", root="/below")
+async def test_no_spelling_leads_past_admission(more: str, path: str, root: str) -> None:
+    for method in ("POST", "GET"):
+        said = await answer(engine_of(more), path, root, method=method, key=KEYS["acme"])
+        assert said != "past admission" or (method == "GET" and "allow" in more)
+        assert said != "a page" or "deny" not in more
+        assert said != "generated" or "allow" in more
 
 
 # In every mode

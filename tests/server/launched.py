@@ -81,7 +81,6 @@ class Command:
         self.process.send_signal(number)
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self._lines.append(line)
 

@@ -52,7 +52,6 @@ def written_policy(engine: str = "none", mode: str = "enforce") -> str:
     assert main(["init", "--mounted", "--requests", "8", "--engine", engine, "--keys-to", "."]) == 0
     path = Path("policies/policy.yaml")
     generic = re.search(r"`(/mcp: .*?)`", section(PAGE, "The line for each host"))
-    assert generic is not None
     text = path.read_text().replace("mode: observe", f"mode: {mode}")
     path.write_text(text.replace("endpoints:\n", f"endpoints:\n  {generic[1]}\n"))
     return Path("chat.key").read_text().strip()

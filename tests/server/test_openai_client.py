@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server.launched import running, write_app
+from tests.support.http import fetch
 from tests.support.late import openai
 from tests.support.middleware import KEYS, write_policy
 from tests.support.ports import free_ports
@@ -18,9 +18,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 def page(port: int, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
-        text: str = answer.read().decode()
-    return text
+    return fetch(f"http://127.0.0.1:{port}{path}").text
 
 
 def ask_often(client: Any) -> None:

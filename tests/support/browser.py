@@ -37,7 +37,6 @@ def browser() -> str | None:
 def opened(url: str, folder: Path, *options: str) -> Page:
     """Opens a page. Its profile is `folder`, so that nothing of the user's is touched."""
     path = browser()
-    assert path is not None
     command = [
         path, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
         "--disable-background-networking", "--no-first-run", "--enable-logging=stderr",

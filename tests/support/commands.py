@@ -25,7 +25,6 @@ def command(*arguments: str, cwd: str | None = None, **variables: str) -> Iterat
 
 def address(process: subprocess.Popen[str]) -> str:
     """The address in the next line that it prints."""
-    assert process.stdout is not None
     found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
     assert found, process.stderr and process.stderr.read()
     return found[0]

@@ -119,7 +119,6 @@ class Tab:
 def headless(folder: Path) -> Iterator[str]:
     """A browser without a window, ended with the block; its profile is in `folder`. Gives the address of its tools."""
     path = browser()
-    assert path is not None
     profile = folder / "profile"
     command = [
         path, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",

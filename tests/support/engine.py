@@ -136,7 +136,6 @@ async def raw_engine(script: Script, unix: Path | None = None) -> AsyncIterator[
             writer.transport.abort()
             return
         task = asyncio.current_task()
-        assert task is not None
         tasks.add(task)
         engine.connections += 1
         try:

@@ -57,7 +57,6 @@ class FaultProxy:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
         self._server.close()
         ended = list(self._links.values())
         for link, task in self._links.items():

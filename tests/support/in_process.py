@@ -41,6 +41,20 @@ def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
 
 
+def output(*arguments: object, code: int = 0) -> str:
+    """What `sidecar ARGUMENTS` printed on standard output before it ended with `code`."""
+    ended = ran(*map(str, arguments))
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def complaint(*arguments: object, code: int = 1) -> str:
+    """The same of standard error."""
+    ended = ran(*map(str, arguments))
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stderr
+
+
 @contextmanager
 def in_thread(entered: AbstractAsyncContextManager[T]) -> Iterator[T]:
     """The block of `entered` in an event loop of its own, in a thread."""

@@ -332,7 +332,6 @@ class Guarded:
 
     @property
     def port(self) -> int:
-        assert self.served is not None
         return self.served.port
 
     @property

@@ -24,7 +24,6 @@ class Running:
         return await asyncio.wait_for(self._line(pattern), within_s)
 
     async def _line(self, pattern: str) -> re.Match[str]:
-        assert self._process.stdout is not None
         while line := (await self._process.stdout.readline()).decode():
             if match := re.search(pattern, line):
                 return match
@@ -32,7 +31,6 @@ class Running:
 
     async def errors(self) -> str:
         """Its standard error, to the end."""
-        assert self._process.stderr is not None
         return (await asyncio.wait_for(self._process.stderr.read(), WITHIN_S)).decode()
 
     def signal(self, number: signal.Signals) -> None:

@@ -82,8 +82,7 @@ class Prometheus:
 
     def families(self) -> Mapping[str, list[Mapping[str, str]]]:
         """Type, unit and help of every metric, by its name."""
-        found: Mapping[str, list[Mapping[str, str]]] = self._get("metadata")
-        return found
+        return self._get("metadata")
 
     def alerts(self) -> list[Mapping[str, Any]]:
         """Every alert that is pending or fires."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from sidecar.admin.auth import Access, AdminGuard
 from sidecar.cli import main
 from tests.support.middleware import CHAT, Answer, App, chat, write_policy
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.support.wire import exchange, post
 
 
@@ -39,6 +39,10 @@ class Sidecar:
     async def status(self, written: str) -> int:
         return (await self.ask(f"authorization: Bearer {written}")).status
 
+    async def gives(self, status: int, written: str) -> bool:
+        """Whether the key is answered so by now."""
+        return await self.status(written) == status
+
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
@@ -47,11 +51,7 @@ class Sidecar:
 
     async def until(self, is_so: Callable[[], Any], within_s: float) -> float:
         """The time until it is so."""
-        begun_s = time.monotonic()
-        while not await is_so():
-            assert time.monotonic() - begun_s < within_s, f"not within {within_s} s"
-            await asyncio.sleep(0.02)
-        return time.monotonic() - begun_s
+        return await until(is_so, within_s)
 
     async def command(self, *words: str) -> int:
         """Runs `sidecar` beside this event loop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -16,9 +17,9 @@ def now_us() -> int:
 
 
 async def until(condition: Callable[[], object], within_s: float = 60.0, what: str = "") -> float:
-    """Waits for it. Returns how long that took, in seconds; fails after `within_s`."""
+    """Waits for it, which may be a coroutine's. Returns how long that took, in seconds; fails after `within_s`."""
     began_s = time.monotonic()
-    while not condition():
+    while not (await found if inspect.isawaitable(found := condition()) else found):
         assert time.monotonic() - began_s < within_s, what or condition
         await asyncio.sleep(0.002)
     return time.monotonic() - began_s

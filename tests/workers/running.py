@@ -170,7 +170,6 @@ async def serving(policy: Path, upstream: str | None, *more: str, **variables: s
 
 
 async def _address(process: asyncio.subprocess.Process, log: Path) -> str:
-    assert process.stdout is not None
     line = (await asyncio.wait_for(process.stdout.readline(), WITHIN_S)).decode()
     found = re.search(r"http://\S+", line)
     if found is None:

@@ -16,6 +16,7 @@ from sidecar.cli import main
 from sidecar.server import CannotServe
 from sidecar.workers import own_store, restarts, supervisor
 from tests.support.each import each
+from tests.support.in_process import complaint
 from tests.workers.running import started, write_policy
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has workers")]
@@ -44,10 +45,8 @@ def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 @each("number", ["0", "-1", "65", "10000", "x", "", "1.5", "²"])
-def test_a_number_of_workers_that_is_none_is_refused(number: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["serve", "--upstream", NOBODY, "--workers", number])
-    said = capsys.readouterr().err
+def test_a_number_of_workers_that_is_none_is_refused(number: str) -> None:
+    said = complaint("serve", "--upstream", NOBODY, "--workers", number, code=2)
     if number != "-1":  # argparse takes it for an option
         assert f"{number!r} is no number of workers; write a number from 1 to 64" in said
     assert "argument --workers" in said
@@ -110,12 +109,13 @@ async def test_what_a_worker_alone_finds_out_is_said_as_one_process_says_it(tmp_
     )
 
 
-def test_a_system_without_shared_ports_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_system_without_shared_ports_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(socket, "SO_REUSEPORT")
-    assert main(["serve", "--upstream", NOBODY, "--policy", str(write_policy(tmp_path)), "--workers", "2"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("sidecar: --workers 2 needs Linux, which divides the")
+    assert (
+        complaint("serve", "--upstream", NOBODY, "--policy", write_policy(tmp_path), "--workers", "2")
+        .splitlines()[-1]
+        .startswith("sidecar: --workers 2 needs Linux, which divides the")
+    )
 
 
 def test_without_a_store_and_without_a_server_program_the_remedies_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,6 @@ async def test_a_worker_that_hangs_ends_without_its_supervisor(tmp_path: Path) -
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", hangs), stdin=theirs.fileno(), stdout=asyncio.subprocess.PIPE
         )
-    assert process.stdout is not None
     await process.stdout.readline()
     ours.close()
     assert await asyncio.wait_for(process.wait(), WITHIN_S) == -signal.SIGALRM
@@ -186,7 +185,6 @@ async def test_workers_share_a_unix_socket_and_a_certificate(tmp_path: Path) -> 
     ours = ("--listen", f"unix:{path}", "--tls-cert", str(files.certificate), "--tls-key", str(files.key))
     policy = ("--policy", str(write_policy(tmp_path)), "--workers", "2")
     async with held_engine() as engine, started("--upstream", engine.url, *policy, *ours) as process:
-        assert process.stdout is not None
         assert (
             await asyncio.wait_for(process.stdout.readline(), WITHIN_S)
         ).decode() == f"sidecar: proxy on unix:{path}\n"

@@ -41,7 +41,6 @@ def main(folder: Path) -> None:
         headless(Path(profile)) as tools,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo,
     ):
-        assert demo.stdout is not None
         address = re.search(r"http://127\.0\.0\.1:\d+/", demo.stdout.readline())
         assert address
         asyncio.run(pictures(address[0], tools, folder))

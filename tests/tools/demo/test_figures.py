@@ -99,8 +99,3 @@ def test_what_failed_is_counted_and_is_in_no_figure() -> None:
 def test_a_run_of_which_nothing_came_back_has_no_figures() -> None:
     run = figures([request(1, 0.0, None, ttft_s=None)])
     assert (run.failed, run.utilization, dict(run.tiers)) == (1, 0.0, {})
-
-
-def test_tiers_come_in_the_order_of_the_policy() -> None:
-    run = figures([request(1, 0.0, 1.0), request(2, 0.5, 1.0, tier="high")])
-    assert tuple(run.tiers) == TIERS

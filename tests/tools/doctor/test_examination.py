@@ -15,7 +15,6 @@ from sidecar.proxy.proxy import ReverseProxy
 from sidecar.tools.doctor import burst, probe
 from sidecar.tools.doctor.conditions import ConditionState
 from sidecar.tools.doctor.examination import Examination, Options, examine
-from sidecar.tools.doctor.judgment import Effect
 from sidecar.tools.doctor.recommendation import Queueing
 from sidecar.tools.doctor.report import headline, report, steps
 from sidecar.tools.doctor.survey import CannotLook
@@ -194,10 +193,8 @@ async def test_without_gauges_longer_answers_tell_a_queue() -> None:
     hidden = ("/metrics", "/prometheus/metrics", "/server_info")
     async with emulated(TRTLLM, slots=4, **FCFS) as client, between(client.url, hides=hidden) as url:
         found = await examined(url)
-    assert found.probed is not None
     assert found.probed.queueing(found.survey) is Queueing.BOUNDED
     assert states(found) == (W, B, W, U), report(found)
-    assert found.capacity is not None
     assert found.capacity.yaml == "capacity: {requests: 4}"
 
 
@@ -210,22 +207,12 @@ async def test_a_proxy_that_holds_requests_back_is_not_the_engines_queue(monkeyp
     assert "not inside the engine, whose own gauge showed" in found.conditions[2].evidence
 
 
-async def test_the_control_shows_no_order() -> None:
-    found = await seen(VLLM)
-    assert found.probed is not None
-    assert found.probed.control is not None
-    assert found.probed.control.plan.way is None
-    assert found.probed.control.judgment.effect is Effect.NONE
-
-
 async def test_the_first_batch_is_left_out() -> None:
     async with emulated(VLLM, slots=10) as client:
         found = await examined(client.url)
-    assert found.probed is not None
     mixed = found.probed.mixed[-1]
     assert mixed.plan.requests == 40
     assert mixed.judgment.waited == 30
-    assert mixed.judgment.correlation is not None
     assert mixed.judgment.correlation.value > 0.9
 
 
@@ -241,7 +228,6 @@ async def test_the_capacity_it_recommends_is_a_policy_that_loads(
     engine: Any, settings: Any, line: str, tmp_path: Any
 ) -> None:
     found = await seen(engine, **settings)
-    assert found.capacity is not None
     assert found.capacity.yaml == line
     path = tmp_path / "policy.yaml"
     path.write_text(f"engine: {engine.name}\n{line}\ntiers: {{high: {{}}, normal: {{}}}}\n")
@@ -290,11 +276,6 @@ async def test_an_engine_that_nothing_tells_of_has_to_be_named() -> None:
             await examined(url, engine=VLLM)
         found = await examined(url, engine=VLLM, model="emulated")
     assert found.state is W, report(found)
-
-
-async def test_no_server_there() -> None:
-    with pytest.raises(CannotLook, match=r"cannot reach http://127\.0\.0\.1:9"):
-        await examined("http://127.0.0.1:9")
 
 
 async def test_requests_that_are_refused_are_no_verdict() -> None:

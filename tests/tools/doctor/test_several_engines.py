@@ -41,7 +41,6 @@ def examined(
     line: Recommendation | None = LINE,
 ) -> ExaminedEngine:
     """An engine of the policy, with what its pages said."""
-    assert policy.engines is not None
     engine = policy.engines.static[number]
     identity = Identity(ENGINES["vllm"], "/v1/models", models[0] if models else None, context, models)
     survey = Survey(identity, ENGINES["vllm"], Facts(caches_prefixes=True), gauges or Gauges(kv_tokens=1000))

@@ -95,20 +95,6 @@ async def test_only_sglang_tells_its_scheduling() -> None:
     assert set(info) == {"disaggregated_params", "max_batch_size", "kv_cache_hash_algo", "tokens_per_block"}
 
 
-async def test_trtllms_schema_tells_that_it_has_the_field() -> None:
-    async with emulated(TRTLLM) as client:
-        schema = json.loads((await client.get("/openapi.json"))[1])
-    assert "priority" in schema["components"]["schemas"]["ChatCompletionRequest"]["properties"]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-async def test_an_engine_is_healthy_and_names_its_model(engine: type[Engine]) -> None:
-    async with emulated(engine, model="llama") as client:
-        assert (await client.get("/health"))[0] == 200
-        models = json.loads((await client.get("/v1/models"))[1])
-    assert [model["id"] for model in models["data"]] == ["llama"]
-
-
 @pytest.mark.parametrize(
     "wrong", [{"engine": NoPriorityEngine}, {"max_queued": -1}, {"output_tokens": 0}, {"tokens_per_chunk": 0}]
 )
@@ -144,13 +130,6 @@ async def test_sglang_answers_what_its_router_asks_of_a_worker() -> None:
     assert infos[0] == infos[1]
     assert (pages[0]["model_path"], pages[0]["is_generation"]) == ("some-model", True)
     assert infos[0]["served_model_name"] == "some-model"
-
-
-@pytest.mark.parametrize("engine", [VLLM, TRTLLM, DYNAMO])
-async def test_no_other_engine_has_sglangs_pages(engine: type[Engine]) -> None:
-    async with emulated(engine) as client:
-        for path in ("/model_info", "/get_model_info", "/get_server_info", "/v1/loads"):
-            assert (await client.get(path))[0] == 404
 
 
 async def test_sglangs_loads_show_what_waits_and_what_is_held() -> None:

@@ -36,8 +36,6 @@ async def test_a_prompt_seen_before_is_prefilled_from_its_last_block_on(engine: 
         cold, warm = client.engine.log
         cache = client.engine.core.cache
     assert (cache.queried_tokens, cache.hit_tokens) == (256, FOUND[engine])
-    assert cold.first_token_s is not None
-    assert warm.first_token_s is not None
     assert warm.first_token_s - warm.arrival_s < (cold.first_token_s - cold.arrival_s) * 0.75
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -10,8 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +18,10 @@ import pytest
 
 from sidecar.cli import main
 from tests.support.commands import command
+from tests.support.http import fetch
+from tests.support.in_process import complaint
 from tests.support.ports import free_ports
+from tests.support.redis_servers import until
 
 
 class Engine(NamedTuple):
@@ -28,16 +29,12 @@ class Engine(NamedTuple):
     process: int
 
     def page(self, path: str = "/_emulator") -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=20) as response:
-            return json.load(response)
+        return fetch(self.url + path).json
 
     def complete(self, tokens: int) -> float:
         """Seconds that one request took."""
-        body = json.dumps({"prompt": "x", "max_tokens": tokens}).encode()
-        asked = urllib.request.Request(f"{self.url}/v1/completions", body, {"content-type": "application/json"})
         begun_s = time.monotonic()
-        with urllib.request.urlopen(asked, timeout=60) as response:
-            assert response.status == 200
+        assert fetch(f"{self.url}/v1/completions", {"prompt": "x", "max_tokens": tokens}).status == 200
         return time.monotonic() - begun_s
 
     @property
@@ -53,13 +50,6 @@ def engines(count: int, *flags: str) -> Iterator[tuple[subprocess.Popen[str], di
         yield process, dict(greeting(line_of(process)) for _ in range(count))
 
 
-def until(condition: Callable[[], bool], otherwise: str) -> None:
-    end_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end_s, otherwise
-        time.sleep(0.01)
-
-
 def is_bound(port: int) -> bool:
     with socket.socket() as mine:
         try:
@@ -70,7 +60,6 @@ def is_bound(port: int) -> bool:
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline()
 
 
@@ -118,7 +107,6 @@ def test_one_signal_ends_all(sig: signal.Signals) -> None:
         process.send_signal(sig)
         assert process.wait(10) == 0
         assert all(engine.is_gone for engine in found.values())
-        assert process.stderr is not None
         assert process.stderr.read() == ""
 
 
@@ -129,14 +117,13 @@ def test_ctrl_c_while_they_start_ends_all_without_a_traceback() -> None:
         until(lambda: len(children.read_text().split()) == 2, "never started them")
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0
-        assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
 
 
 def test_they_end_with_the_process_that_started_them() -> None:
     with engines(2) as (process, found):
         process.kill()
-        until(lambda: all(engine.is_gone for engine in found.values()), "an engine outlived the command")
+        until(lambda: all(engine.is_gone for engine in found.values()), "no engine outlives the command")
 
 
 @pytest.mark.long
@@ -150,7 +137,7 @@ def test_it_refuses_connections_while_it_starts_and_has_its_port_all_the_same() 
     port = free_ports(1)
     with command("emulate", "--engine", "vllm", "--port", str(port), "--startup-delay", "1500ms") as process:
         engine = Engine(f"http://127.0.0.1:{port}", 0)
-        until(lambda: is_bound(port), "never bound its port")
+        until(lambda: is_bound(port), "it bound its port")
         assert engine.is_gone
         assert engine.url in line_of(process)
         assert engine.page()["now"]["requests"] == 0
@@ -173,6 +160,5 @@ def test_a_port_in_the_row_that_is_taken_starts_none(capsys: pytest.CaptureFixtu
         (["--block-size", "16"], "needs prefix_cache"),
     ],
 )
-def test_figures_that_do_not_fit_are_refused(flags: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["emulate", "--engine", "vllm", *flags]) == 2
-    assert why in capsys.readouterr().err
+def test_figures_that_do_not_fit_are_refused(flags: list[str], why: str) -> None:
+    assert why in complaint("emulate", "--engine", "vllm", *flags, code=2)

@@ -11,7 +11,7 @@ import pytest
 from sidecar.engines import Engine
 from sidecar.tools.emulator import StepModel
 from tests.support.late import openai
-from tests.tools.emulator.emulated import BODIES, ENGINES, MESSAGES, PATHS, SGLANG, TRTLLM, VLLM, Client, emulated
+from tests.tools.emulator.emulated import BODIES, ENGINES, PATHS, SGLANG, TRTLLM, VLLM, Client, emulated
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +39,6 @@ async def test_the_openai_client_reads_a_chat_stream(engine: type[Engine]) -> No
     assert all(chunk.choices[0].delta.content for chunk in tokens)
     assert [chunk.choices[0].finish_reason for chunk in tokens] == [None] * 6 + ["length"]
     assert usage.choices == []
-    assert usage.usage is not None
     assert (usage.usage.prompt_tokens, usage.usage.completion_tokens, usage.usage.total_tokens) == (100, 7, 107)
 
 
@@ -49,13 +48,10 @@ async def test_the_openai_client_reads_every_other_api() -> None:
             model="m", messages=[{"role": "user", "content": "hi"}], n=2, max_completion_tokens=5
         )
         assert [choice.index for choice in chat.choices] == [0, 1]
-        assert chat.usage is not None
         assert chat.usage.completion_tokens == 10
         text = await sdk.completions.create(model="m", prompt=[[1, 2, 3], [4, 5]], max_tokens=2)
-        assert text.usage is not None
         assert (len(text.choices), text.usage.prompt_tokens) == (2, 5)
         response = await sdk.responses.create(model="m", input="hi", max_output_tokens=3)
-        assert response.usage is not None
         assert (response.output_text.split(), response.usage.output_tokens) == (["the", "quick", "brown"], 3)
         vectors = await sdk.embeddings.create(model="m", input=["a", "b"], encoding_format="float")
         assert len(vectors.data) == 2
@@ -71,7 +67,6 @@ async def test_the_openai_client_reads_a_responses_stream() -> None:
     assert (types[0], types[-1]) == ("response.created", "response.completed")
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.completed"
-    assert events[-1].response.usage is not None
     assert events[-1].response.usage.output_tokens == 4
 
 
@@ -189,12 +184,5 @@ async def test_time_follows_the_step_model() -> None:
     async with emulated(VLLM, steps=steps) as client:
         await client.post("completions", prompt=[1] * 25, max_tokens=3)
         (line,) = client.engine.log
-    assert line.first_token_s is not None
     assert 0.06 <= line.first_token_s - line.arrival_s < 1  # three steps of prefill
     assert 0.10 <= line.end_s - line.arrival_s < 1  # and two more tokens
-
-
-async def test_a_long_messages_list_is_one_prompt() -> None:
-    async with emulated(VLLM) as client:
-        _, body = await client.post(messages=MESSAGES * 10)
-    assert body["usage"]["prompt_tokens"] == 30

@@ -17,7 +17,7 @@ import pytest
 from sidecar.engines import Engine
 from sidecar.tools.loadgen import Planned, Progress, Seen, play
 from sidecar.tools.loadgen.connection import Target
-from tests.tools.emulator.emulated import ENGINES, SGLANG, VLLM, emulated
+from tests.tools.emulator.emulated import ENGINES, VLLM, emulated
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"
@@ -46,7 +46,6 @@ async def speaking(talk: Talk) -> AsyncIterator[str]:
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        assert task is not None
         tasks.add(task)
         try:
             await talk(reader, writer)
@@ -95,39 +94,10 @@ async def test_every_engine_is_understood(engine: type[Engine], path: str) -> No
         seen = await one(client.url, Planned(0.0, path, {}, json.dumps({**members, **prompt}).encode()))
         [line] = client.engine.log
     assert (seen.status, seen.error, seen.output_tokens, seen.prompt_tokens) == (200, None, 5, 1)
-    assert seen.request_id is not None
     assert seen.request_id.endswith(line.request_id)
-    assert seen.first_token_s is not None
-    assert seen.ttft_s is not None
-    assert seen.tpot_s is not None
-    assert line.first_token_s is not None
     assert seen.ttft_s == pytest.approx(line.first_token_s - line.arrival_s, abs=0.05)
     assert seen.tpot_s == pytest.approx((line.end_s - line.first_token_s) / 4, abs=0.02)
     assert 0 <= seen.sent_s < seen.first_token_s < seen.end_s < 5
-
-
-async def test_an_answer_in_one_piece_has_no_ttft() -> None:
-    async with emulated(VLLM) as client:
-        seen = await one(client.url, chat(stream=False))
-    assert (seen.is_complete, seen.ttft_s, seen.tpot_s, seen.output_tokens) == (True, None, None, 4)
-
-
-async def test_an_overload_inside_a_stream_of_sglang_is_a_failure() -> None:
-    async with emulated(SGLANG, slots=1, max_queued=0) as client:
-        seen = await play([client.url], [chat(max_tokens=50) for _ in range(6)], timeout_s=5)
-    failed = [one for one in seen if not one.is_complete]
-    assert failed
-    assert {(one.status, one.error, one.tpot_s) for one in failed} == {(200, "503: The request queue is full.", None)}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-async def test_a_refusal_is_reported_in_the_engines_own_words(engine: type[Engine]) -> None:
-    async with emulated(engine) as client:
-        seen = await one(client.url, chat(max_tokens=-1))
-    assert seen.error is not None
-    assert seen.error.startswith(f"HTTP {seen.status}: ")
-    assert "max_tokens" in seen.error
-    assert (seen.ttft_s, seen.output_tokens) == (None, 0)
 
 
 async def test_the_loop_is_open_no_one_waits_for_a_server_that_is_silent() -> None:
@@ -240,13 +210,6 @@ async def test_an_interim_answer_a_body_without_a_length_and_bytes_one_by_one_ar
     assert (seen.error, seen.output_tokens, seen.headers["x-admission-wait-ms"]) == (None, 1, "12")
 
 
-async def test_the_first_token_has_its_own_time_not_that_of_the_role() -> None:
-    async with speaking(saying(HEAD + b"\r\n" + ROLE, 0.2, TOKEN, 0.2, TOKEN + DONE)) as url:
-        seen = await one(url, chat())
-    assert seen.ttft_s == pytest.approx(0.2, abs=0.1)
-    assert seen.tpot_s == pytest.approx(0.2, abs=0.1)
-
-
 async def test_a_connection_that_the_server_gave_up_before_its_time_is_opened_anew() -> None:
     count = 0
 
@@ -277,14 +240,6 @@ async def test_turns_follow_each_other_with_what_was_answered() -> None:
     assert seen[1].sent_s - seen[0].end_s == pytest.approx(0.2, abs=0.1)
     assert seen[2].sent_s == pytest.approx(0.6, abs=0.1)
     assert wrote == [" the quick brown"] * 2
-
-
-async def test_a_turn_is_never_sent_before_the_answer_that_it_follows() -> None:
-    async with emulated(VLLM, step_s=0.05) as client:
-        turns = [chat(0.0, 6), Planned(0.1, PATH, {}, chat().body, after=0)]
-        seen = await play([client.url], turns, timeout_s=5)
-    assert seen[0].end_s > 0.25
-    assert seen[1].sent_s >= seen[0].end_s
 
 
 async def test_a_turn_after_one_that_failed_is_sent_all_the_same() -> None:

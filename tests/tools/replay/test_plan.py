@@ -27,10 +27,7 @@ def planned(*rows: TraceRow, writer: Writer = WRITER, asking: Asking = SILENT, t
 
 
 def body(request: Planned, answer: str = "") -> dict[str, Any]:
-    assert request.write is not None
-    found = json.loads(request.write(answer))
-    assert isinstance(found, dict)
-    return found
+    return json.loads(request.write(answer))
 
 
 def asked(asking: Asking, tier: str, api: Api = Api.CHAT) -> tuple[Mapping[str, str], Mapping[str, Any]]:

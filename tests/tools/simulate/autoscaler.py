@@ -66,7 +66,6 @@ class Autoscaler:
     """The engines of one run: `changes` has when there were how many, those that start included."""
 
     def __init__(self, scaling: Scaling, policy: Policy, stage: SimulatedEngines) -> None:
-        assert policy.engines is not None
         self.admission = ProductAdmission(policy, stage)
         self.changes = [(0, scaling.least)]
         self._scaling, self._stage, self._prefill = scaling, stage, policy.engines.prefill
@@ -95,7 +94,6 @@ class Autoscaler:
                 self._stage.engines.append(StepEngine(self._stage.model, KeyQueue()))
                 self._use_known()
         demand = self.admission._pool.demand()
-        assert demand is not None
         self._figure = self._demand.note(demand, self._stage.loop.now_us)
         if now_s % SYNC_S == 0:
             self._scale(self._decide(now_s), now_s)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,14 +85,6 @@ def test_every_token_comes_at_the_same_microsecond_as_in_single_steps(found: lis
     jumped, stepped = (played(found, jumps=jumps, preempts=preempts) for jumps in (True, False))
     assert jumped[:2] == stepped[:2]
     assert jumped[2] <= stepped[2]
-
-
-@pytest.mark.parametrize("at_us", [1, 1100, 1101, 3333])
-def test_a_request_that_comes_meanwhile_runs_with_the_next_step(at_us: int) -> None:
-    found = [(0, 0, 4, 12, False), (at_us, 0, 4, 3, False)]
-    moments, _, plans = played(found, jumps=True, preempts=True)
-    assert (moments, 0) == played(found, jumps=False, preempts=True)[:2]
-    assert plans < 12
 
 
 def test_a_decode_without_news_is_one_plan() -> None:
@@ -186,16 +177,6 @@ def test_a_request_that_has_its_first_token_by_then_stays() -> None:
     assert len(engine) == 1
 
 
-def test_a_dropped_request_frees_its_slot_and_its_kv_between_the_halves_of_a_step() -> None:
-    job = Job(8, 12)
-    engine = engine_of(job, preempts=False)
-    engine.begin(0)
-    assert engine.cache.held_tokens == 20
-    assert engine.drop(job)
-    assert not engine.drop(job)
-    assert (len(engine), engine.cache.held_tokens, engine.advance().emitted) == (0, 0, [])
-
-
 # -- a KV cache that overflows
 
 
@@ -223,16 +204,6 @@ def test_the_less_important_is_preempted_though_it_came_first() -> None:
     while len(engine):
         step(engine)
     assert high.preemptions == 0 < low.preemptions
-
-
-def test_one_that_is_dropped_while_it_waits_to_be_computed_again_leaves_nothing() -> None:
-    first, second = Job(16, 30), Job(16, 30)
-    engine = engine_of(first, second, chunk_tokens=32)
-    while not engine.preemptions:
-        step(engine)
-    assert engine.drop(second)
-    assert engine.drop(first)
-    assert (len(engine), engine.cache.held_tokens) == (0, 0)
 
 
 # -- whatever comes
