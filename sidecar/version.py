@@ -16,7 +16,7 @@ def commit() -> str | None:
         return None
 
 
-STORE_LAYOUT = 102
+STORE_LAYOUT = 101
 """Goes up when what a pool's keys hold changes: two layouts never admit together. The docs' promise of it:
 docs/many-replicas.md."""
 

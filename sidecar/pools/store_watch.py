@@ -110,6 +110,8 @@ class StoreWatch:
             state, reason = StoreState.SHARED, f"{len(member.leases) + member.waiting()} requests of this replica"
             if member.is_foreign and member.pool.reply is not None:
                 state, reason, is_refused = StoreState.CLOSED, self._other_tiers(member.pool.reply), True
+            elif self._held_since_us is not None and self._clock() - self._held_since_us > HOLD_US + HEARTBEAT_US:
+                state, reason = StoreState.WAITING, OTHER_LAYOUT
         elif member.mode is MemberMode.WAITING:
             state, reason = StoreState.WAITING, OTHER_LAYOUT
         elif member.mode is MemberMode.ALONE:

@@ -14,6 +14,7 @@ from sidecar.pools.ledger import Ledger, LedgerState
 from sidecar.pools.redis import script
 
 ROOT = "ledger:{pool}"
+OLD_POOLS = [f"admission:{layout}:{{pool}}" for layout in ("9", "engines-5", "gain-4", "gain-engines-4")]
 
 
 Edit = tuple[str, str, str]
@@ -38,6 +39,7 @@ class StoredLedger:
             for name in ("LOST_US", "DEAD_US"):
                 parts["state"], count = re.subn(rf"(local {name} = )\d+", rf"\g<1>{10**15}", parts["state"])
                 assert count == 1
+        self.keys = [ROOT, *OLD_POOLS]
         self._library = script.library(parts)
         self.function = self._library.function
         self.load()
@@ -53,7 +55,7 @@ class StoredLedger:
 
     def answer(self, packed: bytes, now_us: int | None = None) -> bytes:
         """The answer to a packed call."""
-        words = [1, ROOT, packed, *([] if now_us is None else [now_us])]
+        words = [len(self.keys), *self.keys, packed, *([] if now_us is None else [now_us])]
         if self.as_function:
             return self.client.execute_command("FCALL", self.function, *words)
         return self.client.execute_command("EVALSHA", self._hash, *words)

@@ -14,7 +14,7 @@ from sidecar.pools import ledger
 from sidecar.pools.calls import LAYOUT, Bid, Call, Cell, EngineView
 from sidecar.scheduling.tickets import TicketGain
 from tests.ledger.player import LedgerPlayer, rules_told
-from tests.ledger.stored_ledger import ROOT, Both, Edit, StoredLedger
+from tests.ledger.stored_ledger import Both, Edit, StoredLedger
 from tests.ledger.world import World
 from tests.scheduling.player import first_difference
 from tests.scheduling.programs import programs
@@ -29,7 +29,7 @@ FAILS: Edit = (
 )
 COUNTS: Edit = (
     "ledger",
-    "local function execute(keys, arguments)\n",
+    "local function execute(its_keys, arguments)\n",
     """local function size(of)
   local found = 1
   for name, it in pairs(of) do
@@ -38,7 +38,7 @@ COUNTS: Edit = (
   return found
 end
 
-local function execute(keys, arguments)
+local function execute(its_keys, arguments)
   if arguments[1] == 'size' then return size(kept) end
 """,
 )
@@ -76,7 +76,7 @@ class Troubled(StoredLedger):
     def _fails(self, packed: bytes, now_us: int | None) -> None:
         """The same call, which fails when everything is decided."""
         with pytest.raises(redis.ResponseError, match="it fails"):
-            self._home.execute_command("FCALL", self.function, 1, ROOT, packed, now_us, "fails")
+            self._home.execute_command("FCALL", self.function, 1, *self.keys[:1], packed, now_us, "fails")
 
     def _in_another_database(self, packed: bytes, now_us: int | None) -> None:
         """A pool of the same name, which began as a copy."""
@@ -172,7 +172,7 @@ def test_it_remembers_no_more_than_waits(server: Any) -> None:
             cells = [Cell("a", "e#1"), Cell("b", "e#1")]
             grants = call(acks=[each.bid for each in grants], cells=cells, bids=bids(1))
             assert len(grants) == 1
-        sizes.append(server.execute_command("FCALL", stored.function, 1, ROOT, "size"))
+        sizes.append(server.execute_command("FCALL", stored.function, 1, stored.keys[0], "size"))
     assert max(sizes) < 1.3 * min(sizes)
 
 

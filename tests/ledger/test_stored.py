@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +17,7 @@ import redis
 from sidecar.pools import ledger
 from sidecar.pools.calls import LAYOUT, Bid, Call, Cell, EngineView, Reply
 from tests.ledger.player import LedgerPlayer, rules_told
-from tests.ledger.stored_ledger import ROOT, Both, StoredLedger
+from tests.ledger.stored_ledger import OLD_POOLS, ROOT, Both, StoredLedger
 from tests.ledger.world import PROFILES, World
 from tests.scheduling.player import first_difference
 from tests.scheduling.programs import programs, scenarios
@@ -207,6 +208,38 @@ def test_what_is_no_call_gets_an_error_and_changes_nothing(as_function: bool, st
             stored.answer(packed, 2_000)
         assert everything(store) == before, what
     assert stored.execute(Call(LAYOUT, "r", 2, "call", bids=[BID]), 3_000)[0].kind == "ok"
+
+
+# -- pools of the layouts before
+
+
+def meta(last_call: int, offset: int, replicas: int) -> bytes:
+    return struct.pack("<13d", 0, last_call, offset, *[0] * 9, replicas)
+
+
+@each("as_function", (True, False))
+def test_it_grants_nothing_beside_replicas_of_a_layout_before(as_function: bool, store: Any) -> None:
+    store.flushdb()
+    stored, number = StoredLedger(store, as_function=as_function), iter(range(1, 100))
+
+    def told(now_us: int, **changes: Any) -> Reply:
+        call = msgspec.structs.replace(
+            statement(next(number)) if not changes else Call(LAYOUT, "r", next(number), "call"), **changes
+        )
+        return stored.execute(call, now_us)[0]
+
+    for old in OLD_POOLS:
+        store.hset(old, "meta", meta(1_000_000, 500_000, 2))
+        assert (told(1_000_000).on_hold, told(1_100_000, bids=[BID]).grants) == (True, [])
+        store.hset(old, "meta", meta(1_000_000, 500_000, 0))  # they said goodbye
+        assert told(1_200_000, bids=[]).grants
+        store.delete(old)
+        told(1_300_000)
+    store.hset(OLD_POOLS[0], "meta", meta(2_000_000, 0, 1))
+    assert told(2_000_000, bids=[BID]).on_hold
+    for seconds in range(3, 12):
+        assert told(seconds * 1_000_000, bids=[]).on_hold
+    assert told(12_000_000, bids=[]).grants  # killed
 
 
 def test_a_pool_vanishes_an_hour_after_its_last_heartbeat(store: Any) -> None:

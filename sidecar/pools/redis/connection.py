@@ -80,9 +80,9 @@ class StoreConnection:
                 await self._client.connection.send_packed_command([pack_command(words) for words in commands])  # type: ignore[arg-type]
                 return [await self._client.connection.read_response() for _ in commands]
 
-    async def ask(self, library: Library, arguments: Sequence[Argument]) -> Any:
+    async def ask(self, library: Library, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
         """Runs the library, and returns its answer. Raises StoreError; then it may have run, or may run later."""
-        words = (1, self._root, *arguments)
+        words = (len(keys), *keys, *arguments)
         with _as_store_errors():
             if self._has_functions:
                 try:

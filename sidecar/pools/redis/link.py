@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,11 @@ RoundTripObserver = Callable[[float], None]
 
 _log = logging.getLogger("sidecar.store")
 _reply, _wake_up = msgspec.msgpack.Decoder(Reply), msgspec.msgpack.Decoder(WakeUp)
+
+
+def old_pools(pool: str) -> Sequence[str]:
+    """The roots of the layouts before the ledger. While a pool there is alive, the ledger grants nothing."""
+    return [f"admission:{layout}:{{{pool}}}" for layout in ("9", "engines-5", "gain-4", "gain-engines-4")]
 
 
 @cache
@@ -68,7 +73,7 @@ class RedisLink:
     ) -> None:
         self.round_trips = 0
         self._connect, self._took, self._reach = connect, took, reach or StoreReach()
-        self._root = ledger_key(pool)
+        self._root, self._keys = ledger_key(pool), (ledger_key(pool), *old_pools(pool))
         self._library, self._clock = library or ledger_library(), clock
         self._user: Pool | None = None
         self._who = ""
@@ -158,7 +163,7 @@ class RedisLink:
         began_s = time.perf_counter()
         try:
             now = () if self._clock is None else (self._clock(),)
-            answer = await connection.ask(self._library, (self._call, *now))
+            answer = await connection.ask(self._library, self._keys, (self._call, *now))
         finally:
             if self._took is not None:
                 self._took(time.perf_counter() - began_s)

@@ -101,6 +101,20 @@ local function take_changes(member, last_number)
   for _, gone in ipairs(call[C_WITHDRAWN]) do withdraw(member, gone[1], tier_of(gone[2])) end
 end
 
+-- Replicas of a layout before the ledger would admit all of the capacity beside it: meanwhile nothing is granted.
+-- `meta` is doubles: the 2nd their last call, the 3rd the offset of their clock, the 13th how many they are.
+local function is_beside_old()
+  if not keys[2] or redis_call('EXISTS', unpack(keys, 2)) == 0 then return false end
+  for i = 2, #keys do
+    local meta = redis_call('HGET', keys[i], 'meta')
+    if meta and #meta >= 13 * 8 then
+      local last_call, offset = struct_unpack('<dd', meta, 9)
+      if struct_unpack('<d', meta, 97) > 0 and server_us + offset - last_call < DEAD_US then return true end
+    end
+  end
+  return false
+end
+
 -- How many bids there are.
 local function count_bids()
   local bids = 0
@@ -110,7 +124,8 @@ end
 
 local function grant_all()
   local waiting, of_owner = count_bids(), {}
-  if waiting == 0 or state[HOLD_UNTIL] ~= 0 then return end
+  if waiting > 0 or call[C_WHOLE] then state[IS_BESIDE_OLD] = is_beside_old() end
+  if waiting == 0 or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0 then return end
   granted = {}
   decide(waiting)
   for _, it in ipairs(granted) do
@@ -224,9 +239,10 @@ local function reply(member)
   local engines, drained, own_lined
   local latest = state[LATEST_CAME] > 0 and state[LATEST_OWNER] ~= who and { state[LATEST_CAME], state[LATEST_GRANTED] } or nil
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
-  local first = pack(call[C_NUMBER], 'ok', now, member[OUTBOX], max(alive, 1), state[HOLD_UNTIL] ~= 0, member[IS_FOREIGN], waiting, next_change(waiting), latest)
+  local on_hold = state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0
+  local first = pack(call[C_NUMBER], 'ok', now, member[OUTBOX], max(alive, 1), on_hold, member[IS_FOREIGN], waiting, next_change(waiting), latest)
   held_text = pack(held, tiers)
-  local found = shortage_for_caller()
+  local found = not state[IS_BESIDE_OLD] and shortage_for_caller() or nil
   if member[SEEN] ~= state[VERSION] then
     member[SEEN] = state[VERSION]
     engines, drained = engines_and_drained()
@@ -290,10 +306,10 @@ local function answer()
   return reply(member)
 end
 
-local function execute(keys, arguments)
-  redis_call, pack, unpacked = redis.call, cmsgpack.pack, cmsgpack.unpack
+local function execute(its_keys, arguments)
+  redis_call, pack, unpacked, struct_unpack = redis.call, cmsgpack.pack, cmsgpack.unpack, struct.unpack
   max, min, floor, ceil = math.max, math.min, math.floor, math.ceil
-  root = keys[1]
+  keys, root = its_keys, its_keys[1]
   local is_read, read = pcall(read_call, arguments[1])
   if not is_read then return redis.error_reply('ERR this is no call of the ledger: ' .. tostring(read)) end
   call, who, server_us = read, read[C_WHO], tonumber(arguments[2])

@@ -46,7 +46,7 @@ end
 -- What was there is of a layout that nobody uses.
 local function create(offset)
   redis_call('DEL', root)
-  state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, false, false, UNBOUNDED, { 0, 0, 0 }, 0, '', 0, {} }
+  state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, false, false, UNBOUNDED, { 0, 0, 0 }, false, 0, '', 0, {} }
   members, member_texts, heads, held, tiers, config, rules = {}, {}, {}, {}, {}, { engines = {}, drained = {} }, nil
   fields, changed, is_config_new, wake_ups[#wake_ups + 1] = {}, {}, true, { '', {}, false, 0 }
 end

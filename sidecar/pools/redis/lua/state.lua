@@ -1,6 +1,6 @@
 -- The ledger of a pool in the store: one call of one replica (`calls.Call`), as `sidecar/pools/ledger.py` executes it.
 --
--- KEYS[1]: the root. ARGV[1]: the call. ARGV[2]: the time, for tests.
+-- KEYS[1]: the root; KEYS[2] and so on: pools of the layouts before. ARGV[1]: the call. ARGV[2]: the time, for tests.
 -- Answers a packed `calls.Reply`. Publishes each `calls.WakeUp`: to all at the root's name, to one at `ROOT:WHO`.
 --
 -- The root is a hash, and all that there is but for tenants' limits (limits.lua): `layout`, `state`, `held` and `config` (all in this file), `line`, the tickets in
@@ -8,7 +8,7 @@
 -- as it is needed, changed in memory, and written at the end: a call that fails has changed nothing of this layout.
 
 -- Set by each call: while a function is loaded the server has no libraries.
-local redis_call, pack, unpacked, max, min, floor, ceil
+local redis_call, pack, unpacked, struct_unpack, max, min, floor, ceil
 
 local LOST_US = 2200000
 local HOLD_US = 2200000
@@ -23,9 +23,9 @@ local MOST_AHEAD = 256
 -- Positions in packed arrays. `state` begins with these. CHOOSES: those in line look at their engines again; LEAST, MOST: what those
 -- in line need at least (tokens) and at most; NEXT: when time alone changes something, false while that is not known.
 local OFFSET, LAST_CALL, EPOCH, HOLD_UNTIL, EXPECTED, IS_EMPTY, VIEWS, VERSION = 1, 2, 3, 4, 5, 6, 7, 8
-local ASKED, ASKED_UNTIL, ADMISSIONS, NEXT, CHOOSES, LEAST, MOST = 9, 10, 11, 12, 13, 14, 15
-local LATEST_CAME, LATEST_OWNER, LATEST_GRANTED = 16, 17, 18 -- of all that were granted the one that came last
-local ASKED_BEFORE = 19 -- those that were asked for room since something left for it, or one was served
+local ASKED, ASKED_UNTIL, ADMISSIONS, NEXT, CHOOSES, LEAST, MOST, IS_BESIDE_OLD = 9, 10, 11, 12, 13, 14, 15, 16
+local LATEST_CAME, LATEST_OWNER, LATEST_GRANTED = 17, 18, 19 -- of all that were granted the one that came last
+local ASKED_BEFORE = 20 -- those that were asked for room since something left for it, or one was served
 -- A tier: `calls.TierHeld`, then figures of its queue and line. SMALLEST: none in its queue has fewer tokens.
 local NAME, VIRTUAL, AFRESH, OWES_UNTIL, ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR = 1, 2, 3, 4, 5, 6, 7, 8
 local SERVED, GUARD, LARGEST, QUEUED, LATEST, LINED, MOST_TAGS, SMALLEST = 9, 10, 11, 12, 13, 14, 15, 16
@@ -53,7 +53,7 @@ local R_TIERS, R_PROMOTE, R_CEILING, R_PREEMPTIONS, R_AFFINITY, R_BY_GAIN, R_FAI
 local T_NAME, T_RESERVE, T_LEND, T_LIMIT, T_FIRST, T_PREEMPTIBLE, T_PREEMPT_AFTER, T_HOLD = 1, 2, 3, 4, 5, 6, 7, 8
 
 -- Of one call:
-local root, call, who, now, server_us
+local keys, root, call, who, now, server_us
 local state, members, heads, held, tiers, config, rules -- heads: of each tier the next ticket in fair order, or false
 local member_texts, changed_members -- each member as it is packed; the names of those that are to be packed anew
 local line -- the tickets in line, once they were looked for
