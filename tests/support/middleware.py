@@ -29,6 +29,7 @@ from sidecar.events import (
     Settled,
     UnguardedRequest,
 )  # fmt: skip
+from sidecar.lengths.token_estimates import Estimator
 from sidecar.middleware import serve_scope
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
@@ -292,7 +293,8 @@ class TestedMiddleware(AdmissionController):
         observed: Callable[[Observed], None] | None = None,
         **services: Any,
     ) -> None:
-        super().__init__(Services(app=app, monitor=lambda _: Monitor(observer, observed), **services), policy)
+        named = {"dialect": policy.engine(policy.carrier), "estimator": Estimator(), **services}
+        super().__init__(Services(app=app, monitor=lambda _: Monitor(observer, observed), **named), policy)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await serve_scope(self, self.app, scope, receive, send)
