@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sidecar.tools.doctor.burst import BurstPlan
 from sidecar.tools.doctor.judgment import Effect, ServedRequest, judge
-from sidecar.tools.doctor.priority_fields import LEVELS
+from sidecar.tools.doctor.target import LEVELS
 
 Key = Callable[[int, int, random.Random], tuple[float, ...]]
 """From a request's level, its place of arrival and chance to its place in the queue; the smallest is served first."""

@@ -34,10 +34,9 @@ from typing import NamedTuple, Protocol
 
 from sidecar.scheduling.guard import DECIDE_EVERY_S, GuardedPeriod, decide, first_state
 from sidecar.tools.step_model.engine import StepEngine
-from sidecar.tools.step_model.job import Job
 from sidecar.tools.step_model.kv_cache import KvCache
 from sidecar.tools.step_model.model import EngineModel
-from sidecar.tools.step_model.queue import KeyQueue
+from sidecar.tools.step_model.queue import Job, KeyQueue
 
 ORDERS = {False: "The engine computes prompts in the order of priority", True: "It finishes a prompt that it has begun"}
 HOLD, TTFT_US, SECONDS, WARM_UP_S, QUICK_S = 0.97, 500_000, 600.0, 60.0, 90.0

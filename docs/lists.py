@@ -15,10 +15,9 @@ from sidecar.cluster.document import PoolFigures, TierShare, TierWaits
 from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import EngineDocument
 from sidecar.figures import SECONDS, Figure, readings
-from sidecar.lengths.documents import EngineSizesDocument
+from sidecar.lengths.estimator import EngineSizesDocument
 from sidecar.telemetry.metrics.histograms import DURATIONS
-from sidecar.telemetry.metrics.instruments import TENANT_TOKENS_HELD, Counters
-from sidecar.telemetry.metrics.store import CHANGES
+from sidecar.telemetry.metrics.instruments import CHANGES, TENANT_TOKENS_HELD, Counters
 from sidecar.telemetry.metrics.tenants import TenantCounts
 
 DOCS = Path(__file__).parent

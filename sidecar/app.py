@@ -24,9 +24,9 @@ from sidecar.composition.stores import find_store, new_records, new_usage, refus
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
 from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineCheck, EngineWatch
-from sidecar.identity.identities import Identities
+from sidecar.identity.tokens import Identities
 from sidecar.leases import Admission
-from sidecar.leases.no_engine import NoEngineHere
+from sidecar.leases.lease_request import NoEngineHere
 from sidecar.lengths.token_estimates import Estimator, TokenizerCounter
 from sidecar.middleware import serve_scope
 from sidecar.policy.choices import Unguarded
@@ -42,10 +42,8 @@ from sidecar.tasks import running_loop
 from sidecar.tenants.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:
-    from sidecar.admission.app_tenants import TenantOf
-    from sidecar.fleet.mounted_engine import MountedEngine
-    from sidecar.fleet.mounted_routing import MountedRouting
-    from sidecar.fleet.mounted_view import MountedView
+    from sidecar.admission.self_view import TenantOf
+    from sidecar.fleet.mounted_engine import MountedEngine, MountedRouting, MountedView
     from sidecar.fleet.routing import FleetRouting
     from sidecar.policy.reload import PolicyFiles
 
@@ -129,7 +127,7 @@ class AdmissionMiddleware:
         self._named: Callable[[AdmissionController, ASGIApp], ASGIApp] | None = None
         try:
             if tenant is not None:
-                from sidecar.admission.app_tenants import naming
+                from sidecar.admission.self_view import naming
 
                 self._named = naming(tenant)
             self._is_apart = is_shown or app is None or isinstance(app, EngineProxy)
@@ -255,11 +253,11 @@ def _serving(pool: OnePool) -> ASGIApp:
     controller, lifespan = pool.controller, pool.lifespan
     serve: ASGIApp = partial(serve_scope, controller, lifespan)
     if controller.controllers:
-        from sidecar.fleet.model_requests import serve_models
+        from sidecar.fleet.models import serve_models
 
         serve = partial(serve_models, controller, lifespan)
     if controller.snapshot.names.are_listed_here:
-        from sidecar.fleet.model_list import serve_list
+        from sidecar.fleet.models import serve_list
 
         return partial(serve_list, controller, serve)
     return serve
@@ -335,9 +333,7 @@ def _one_controller(
         pool = _pool(policy, setup.environment, size, takes_over=setup.takes_over)
         watch = _engine_watch(given_app, pages, expected, setup.files, setup.environment)
     else:
-        from sidecar.fleet.mounted_engine import MountedWatch
-        from sidecar.fleet.mounted_routing import MountedRouting
-        from sidecar.fleet.mounted_view import MountedView
+        from sidecar.fleet.mounted_engine import MountedRouting, MountedView, MountedWatch
 
         engine = _mounted_engine(given_app, policy, setup, pages)
         place, check = _place(setup.files), _engine_check(setup.environment)
@@ -372,8 +368,7 @@ def _one_controller(
 
 def _fleet_services(policy: Policy, routing: FleetRouting, setup: _Setup, estimator: Estimator) -> Services:
     """The services of a pool of several engines."""
-    from sidecar.fleet.app import FleetApp
-    from sidecar.fleet.health import FleetHealth
+    from sidecar.fleet.app import FleetApp, FleetHealth
     from sidecar.fleet.view import FleetView
 
     app = FleetApp(routing.fleet)
@@ -437,7 +432,7 @@ def _models_controllers(policy: Policy, setup: _Setup) -> list[AdmissionControll
     )
     front = ModelsController(of_front, policy, controllers=controllers, counts_apart=counts_apart)
     if front.monitor.routes:
-        from sidecar.admin.model_routes import model_routes
+        from sidecar.admin.engine_routes import model_routes
 
         of_models = {name: controller.monitor.routes for name, controller in controllers.items()}
         front.monitor.routes = model_routes(front, front.monitor.routes, of_models)
@@ -576,7 +571,7 @@ def _shared_pool(
     size: EngineSize | None = None,
 ) -> Pool:
     from sidecar.pools.redis import RedisLink, ledger_connector, reach_for
-    from sidecar.telemetry.metrics.store import StoreMetrics
+    from sidecar.telemetry.metrics.instruments import StoreMetrics
 
     metrics = StoreMetrics(policy.pool)
     return Pool(

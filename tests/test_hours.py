@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.policy.followed_hours import FollowedHours
+from sidecar.policy.reload import FollowedHours
 from tests.support.middleware import App, key
 from tests.support.redis_servers import RedisServer
 from tests.support.stored_sidecar import Sidecar, sidecar

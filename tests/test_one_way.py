@@ -25,8 +25,7 @@ from sidecar.admission.request_path import by_path, find_endpoint
 from sidecar.cli.explain_policy import RequestExplanation
 from sidecar.errors import AdmissionError
 from sidecar.events import Classified, Observed, Refused, Settled, Verdict
-from sidecar.fleet.model_requests import serve_models
-from sidecar.fleet.models import ModelsController
+from sidecar.fleet.models import ModelsController, serve_models
 from sidecar.leases import Admission
 from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.choices import Mode
@@ -39,9 +38,8 @@ from sidecar.pools.limits_pool import LimitsPool
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import SimulatedEngines
+from sidecar.tools.simulate.play import SimulatedEngines, VirtualLoop
 from sidecar.tools.simulate.product import ProductAdmission
-from sidecar.tools.simulate.virtual_loop import VirtualLoop
 from sidecar.tools.step_model.model import EngineModel
 from tests.fuzz.corpus import HTTP, names
 from tests.fuzz.requests import BODIES as FUZZED_BODIES

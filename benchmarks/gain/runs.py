@@ -20,9 +20,8 @@ from sidecar.tools.simulate.baselines import BaselineAdmission, new_queue
 from sidecar.tools.simulate.comparison import ComparedPolicy
 from sidecar.tools.simulate.figures import result
 from sidecar.tools.simulate.load import Assign, Request
-from sidecar.tools.simulate.play import Played, SimulatedAdmission, SimulatedEngines, play
+from sidecar.tools.simulate.play import Played, SimulatedAdmission, SimulatedEngines, VirtualLoop, play
 from sidecar.tools.simulate.product import ProductAdmission
-from sidecar.tools.simulate.virtual_loop import VirtualLoop
 from sidecar.tools.step_model.model import EngineModel, load_model
 from sidecar.tools.step_model.queue import KeyQueue
 

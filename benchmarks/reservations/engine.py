@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sidecar.tools.step_model.engine import PlanEnd, PlanStart, StepEngine
-from sidecar.tools.step_model.job import Job
 from sidecar.tools.step_model.kv_cache import KvCache
 from sidecar.tools.step_model.model import MOST, EngineModel
-from sidecar.tools.step_model.queue import KeyQueue
+from sidecar.tools.step_model.queue import Job, KeyQueue
 
 BLOCK = 16
 """Tokens of a block: vLLM's default."""

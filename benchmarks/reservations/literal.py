@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from benchmarks.reservations.engine import Hardware, RooflineEngine
 from benchmarks.reservations.traces import Asked
-from sidecar.tools.step_model.job import Job
+from sidecar.tools.step_model.queue import Job
 
 ENOUGH = 50
 """Lengths from which a quantile is taken."""

@@ -18,7 +18,7 @@ from sidecar.payload.decode import Payload, decode
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
-from sidecar.tools.step_model.job import Job
+from sidecar.tools.step_model.queue import Job
 
 CHAT = "/v1/chat/completions"
 

@@ -14,11 +14,9 @@ from typing import Any
 import msgspec
 
 from sidecar.admin.answers import Error, Liveness, Readiness
-from sidecar.admin.engine_routes import Drained, Engines
-from sidecar.admin.model_routes import Pools
+from sidecar.admin.engine_routes import Drained, Engines, Pools
 from sidecar.admin.operations import OPERATIONS, TEXT, Operation, PageAnswer, Refusal, Schema, of_class
-from sidecar.admin.tenant_routes import Removed, Tenants
-from sidecar.admin.usage_routes import Usage
+from sidecar.admin.tenant_routes import Removed, Tenants, Usage
 from sidecar.cluster.document import Overview
 from sidecar.cluster.dry_run import ObservedReport
 from sidecar.errors import HeadTimeout, HeadTooLarge, InvalidHttp

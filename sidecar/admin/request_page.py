@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute
 
+from sidecar.admin.answers import headers, read_text
 from sidecar.admin.operations import routes_for
-from sidecar.admin.page_files import headers, read_text
 from sidecar.cluster.document import Overview, ReplicaView
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation, WaitDetails

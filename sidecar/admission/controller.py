@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from starlette.types import ASGIApp, Scope
 
+from sidecar.admission.attempt import EngineRouting
 from sidecar.admission.background import BackgroundResponses
 from sidecar.admission.dry_run.engine_times import EngineTimes, Room
 from sidecar.admission.dry_run.shadow import ShadowRegistry
 from sidecar.admission.engine_pages import EnginePages
-from sidecar.admission.engine_route import EngineRouting
-from sidecar.admission.guard_watch import GuardWatch
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import PendingAborts
 from sidecar.admission.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
+from sidecar.admission.slo import GuardWatch
 from sidecar.admission.watchdog import Watchdog
 from sidecar.engines.base import Engine
 from sidecar.engines.discovery import is_engine_server
 from sidecar.engines.view import PoolEngines
 from sidecar.engines.watch import EngineCheck, EngineHealth, EngineWatch
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
-from sidecar.identity.identities import Identities
+from sidecar.identity.tokens import Identities
 from sidecar.lengths.estimator import LengthEstimator
+from sidecar.lengths.histogram import OutputRatios
 from sidecar.lengths.lease_size import LeaseSizes
-from sidecar.lengths.output_ratios import OutputRatios
 from sidecar.lengths.token_estimates import Estimator
 from sidecar.policy.choices import Mode, Unguarded
 from sidecar.policy.model import Policy

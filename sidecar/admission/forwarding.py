@@ -152,7 +152,7 @@ def _answer_edits(request: SizedRequest, tiers: ServiceTiers | None) -> list[Edi
 
     api, asked, edits = request.api, request.payload.service_tier, list[Edit]()
     if request.engine_model is not None:
-        from sidecar.admission.model_bodies import model_edits
+        from sidecar.admission.answer_edits import model_edits
 
         edits += model_edits(request.payload.model or "", request.engine_model)
     if tiers is not None and asked not in (None, b"null") and api in _SERVICE_TIER_IN:
@@ -264,7 +264,7 @@ def call_app(
 ) -> Awaitable[None]:
     """Calls the app with the scope `for_app`, which is `scope` itself or a copy."""
     if controller.snapshot.names.renamed and for_app.get("method") == "POST":
-        from sidecar.admission.model_bodies import call_renamed
+        from sidecar.admission.answer_edits import call_renamed
 
         return call_renamed(controller, scope, for_app, receive, send)
     if for_app is scope or controller.is_proxied:  # around our own proxy there is no one

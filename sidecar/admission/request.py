@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.answer import Answer, CostReader, EngineCall
-from sidecar.admission.attempt import EngineTime, PreemptibleAttempt, break_off, disconnects_before
+from sidecar.admission.attempt import EngineRoute, EngineTime, PreemptibleAttempt, break_off, disconnects_before
 from sidecar.admission.background import BackgroundEnd, BackgroundRequest
 from sidecar.admission.client import (
     ClientChannel,
@@ -23,7 +23,6 @@ from sidecar.admission.client import (
     comments_for,
 )
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.engine_route import EngineRoute
 from sidecar.admission.event_reporter import new_reporter
 from sidecar.admission.forwarding import (
     new_granted,

@@ -20,7 +20,7 @@ import msgspec
 
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.policy_snapshot import PolicySnapshot
-from sidecar.admission.slo_report import SloReport
+from sidecar.admission.slo import SloReport
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.engines.speed import (
@@ -34,8 +34,7 @@ from sidecar.engines.speed import (
     TimedCall,
 )
 from sidecar.events import Outcome, ServiceGain
-from sidecar.gain.ledger import GainLedger, TierGain, TierGainDocument
-from sidecar.gain.token_deadlines import Earned, Objective, TokenDeadlines
+from sidecar.gain.token_deadlines import Earned, GainLedger, Objective, TierGain, TierGainDocument, TokenDeadlines
 from sidecar.lengths.lease_size import LeaseSizes
 from sidecar.scheduling.tickets import TicketGain
 

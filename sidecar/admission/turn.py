@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from sidecar.admission.attempt import no_engine
 from sidecar.admission.client import ClientComments
-from sidecar.admission.engine_route import no_engine
 from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest
 from sidecar.durations import short_duration

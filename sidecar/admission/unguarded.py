@@ -216,7 +216,7 @@ def _is_preflight(scope: Scope) -> bool:
 
 async def _with_own_model(controller: AdmissionController, tenant: Tenant, scope: Scope, receive: Receive) -> Receive:
     """The client's messages, once their body is known to name no model that the tenant may not use."""
-    from sidecar.admission.model_bodies import read_for_model
+    from sidecar.admission.answer_edits import read_for_model
 
     body = await read_for_model(scope["headers"], receive, controller.policy.max_body_bytes)
     if body.text is None:

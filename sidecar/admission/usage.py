@@ -21,7 +21,7 @@ from typing import Annotated
 
 import msgspec
 
-from sidecar.lengths.output_ratios import OutputRatio, OutputRatios
+from sidecar.lengths.histogram import OutputRatio, OutputRatios
 from sidecar.policy.cost import TokenCost
 
 _EVENT = b"data:"

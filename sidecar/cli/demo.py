@@ -23,8 +23,7 @@ from sidecar.cli.output import CommandFailed, reporter, require_writable, say, w
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.store import store_address
 from sidecar.tools.demo import slo
-from sidecar.tools.demo.clients import BURST, arrivals
-from sidecar.tools.demo.figures import RunMeasurement
+from sidecar.tools.demo.figures import BURST, RunMeasurement, arrivals
 from sidecar.tools.demo.report import summary, table
 from sidecar.tools.demo.runs import CannotStart, DemoRun, RunServers, Sharing, play_run, servers, shared, slots
 

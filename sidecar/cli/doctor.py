@@ -25,8 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
-from sidecar.cli.arguments import OneEngine, duration_s, server_url, whole_number
+from sidecar.cli.arguments import KEY_VARIABLE, OneEngine, add_key, duration_s, key_given, server_url, whole_number
 from sidecar.cli.output import CommandFailed, require_writable, say, write_json
 from sidecar.engines import ENGINES
 from sidecar.policy.compiler import load, read_engine_list

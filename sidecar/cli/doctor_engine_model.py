@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sidecar.cli.output import STANDARD_OUTPUT, require_writable, say, write_json, write_text
 from sidecar.tools.doctor.examination import Options
-from sidecar.tools.doctor.idle_speed import predicted, recommended_slo
+from sidecar.tools.doctor.probe import predicted, recommended_slo
 from sidecar.tools.doctor.report import for_the_policy
 from sidecar.tools.doctor.speed_probe import measure
 from sidecar.tools.doctor.survey import CannotLook

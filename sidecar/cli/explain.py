@@ -15,8 +15,7 @@ import argparse
 from typing import NoReturn
 
 from sidecar.cli.admin_client import admin_url
-from sidecar.cli.api_key import add_key
-from sidecar.cli.arguments import ADMIN, NoPolicy, add_policy, policy_path
+from sidecar.cli.arguments import ADMIN, NoPolicy, add_key, add_policy, policy_path
 
 EXAMPLE = """  sidecar explain policies/ --path /v1/chat/completions --key-file key.txt --header 'x-priority: high'
   sidecar explain policies/ --path /v1/completions --body request.json --json -

@@ -21,19 +21,25 @@ from sidecar.admission.request_path import find_endpoint, is_model_list
 from sidecar.admission.turn import Turn, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
-from sidecar.cli.api_key import KEY_VARIABLE, key_given
+from sidecar.cli.arguments import KEY_VARIABLE, key_given
 from sidecar.cli.check_engines import with_engine_list
-from sidecar.cli.explain_gain import gain, gain_lines
-from sidecar.cli.explain_guard import guard_lines, guards
-from sidecar.cli.explain_placement import empty_pool, of_model, placement, placement_lines
+from sidecar.cli.explain_scheduling import (
+    empty_pool,
+    gain,
+    gain_lines,
+    guard_lines,
+    guards,
+    of_model,
+    placement,
+    placement_lines,
+)
 from sidecar.cli.output import CommandFailed, bounded, show
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
 from sidecar.identity.classify import Asked, Classification, SourceAnswer, api_key
-from sidecar.identity.identities import Identities
-from sidecar.identity.tokens import is_token
+from sidecar.identity.tokens import Identities, is_token
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSizes
 from sidecar.lengths.token_estimates import Estimator, NoTokenizer, TokenizerCounter

@@ -20,15 +20,23 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
-from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
-from sidecar.cli.arguments import ADMIN, ADMIN_PORT, CLIENTS_PORT, server_url, whole_number
-from sidecar.cli.init_engines import disagreement, engine_names, engines_by_model, recommended_engines
+from sidecar.cli.arguments import (
+    ADMIN,
+    ADMIN_PORT,
+    CLIENTS_PORT,
+    KEY_VARIABLE,
+    add_key,
+    key_given,
+    server_url,
+    whole_number,
+)
 from sidecar.cli.init_files import DENY, pool_file, tenant_file, tier_by_tenant, tiers_for, with_promise
 from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, say, write_json
 from sidecar.engines.base import Facts, Gauges
@@ -36,7 +44,7 @@ from sidecar.engines.discovery import Identity
 from sidecar.engines.registry import BUILT_IN, ENGINES
 from sidecar.policy.capacity import DEFAULT_WAITING as WAITING
 from sidecar.policy.compiler import load, load_files, shipped_policies
-from sidecar.policy.fields import TenantName
+from sidecar.policy.fields import EngineName, ModelName, TenantName
 from sidecar.policy.problems import PolicyError, printable
 from sidecar.policy.secrets import ENGINE_KEY_VARIABLE
 from sidecar.policy.tenant_keys import new_key
@@ -45,6 +53,79 @@ from sidecar.templates import render
 from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recommend
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
 from sidecar.tools.text import table
+
+# -- Starter policy for several engines: their names, their capacities, and a pool for each model that they serve.
+
+_FLOW = re.compile(r"^capacity: ")
+
+
+def disagreement(urls: Sequence[str], reads: Sequence[Survey]) -> str | None:
+    """Why one policy cannot have these engines; None where it can."""
+    twice = next((url for url in urls if urls.count(url) > 1), None)
+    if twice is not None:
+        return f"--upstream {printable(twice, 200)} is given twice; give each engine once"
+    first = reads[0].engine
+    for url, read in zip(urls, reads, strict=True):
+        if read.engine is not first:
+            return (
+                f"{printable(url, 200)} is {read.engine.name}, and {printable(urls[0], 200)} is {first.name}: the "
+                "engines of one policy are of one kind; write a policy for each kind"
+            )
+    return None
+
+
+def engine_names(urls: Sequence[str]) -> list[str]:
+    """A name for each address: the first part of its host where that tells them apart, else its place."""
+    names = [_host_name(url) for url in urls]
+    if None in names or len(set(names)) < len(names):
+        return [f"engine-{place}" for place in range(1, len(urls) + 1)]
+    return [str(name) for name in names]
+
+
+def _host_name(url: str) -> str | None:
+    host = urlsplit(url).hostname or ""
+    try:
+        ip_address(host)
+    except ValueError:
+        name = host.partition(".")[0]
+    else:
+        return None
+    try:
+        return str(TypeAdapter(EngineName).validate_python(name))
+    except ValidationError:
+        return None
+
+
+def engines_by_model(names: Sequence[str], reads: Sequence[Survey]) -> Mapping[str, list[str]]:
+    """The engines of each model, where they serve several; empty where they serve one, or do not say which."""
+    found: dict[str, list[str]] = {}
+    for name, read in zip(names, reads, strict=True):
+        try:
+            model = TypeAdapter(ModelName).validate_python(read.identity.model)
+        except ValidationError:
+            return {}
+        found.setdefault(model, []).append(name)
+    return found if len(found) > 1 else {}
+
+
+def recommended_engines(
+    urls: Sequence[str], names: Sequence[str], capacities: Sequence[Recommendation], models: Mapping[str, list[str]]
+) -> Recommendation:
+    """The policy's `engines`, and its `models` where there are several. `capacities` has one for each engine."""
+    sizes = [_FLOW.sub("", one.yaml) for one in capacities]
+    common = max(sizes, key=sizes.count)
+    lines = ["engines:", "  static:"]
+    for name, url, size in zip(names, urls, sizes, strict=True):
+        own = "" if size == common else f", capacity: {size}"
+        lines.append(f'    - {{name: "{name}", url: "{url}"{own}}}')
+    lines.append(f"  capacity: {common}    # of each engine that writes none of its own")
+    if models:
+        lines.append("models:    # a pool for each, chosen by a request's model; another model gets a 404")
+        lines += [f'  "{model}": {{engines: [{", ".join(engines)}]}}' for model, engines in models.items()]
+    reasons = list(dict.fromkeys(one.reason for one in capacities))
+    of_each = reasons[0] if len(reasons) == 1 else "as each of them reports"
+    return Recommendation("\n".join(lines), f"the sum of {len(urls)} engines; {of_each}")
+
 
 EXAMPLE = """  sidecar init --upstream http://127.0.0.1:8000
   sidecar init policies/ --upstream http://127.0.0.1:8000 --requests 256 --tenants chat,tools=normal,nightly
@@ -194,7 +275,7 @@ def _promise(engine_model: str | None) -> str | None:
     """Promise that an engine of that model can keep. Raises BadEngineModel, which is a ValueError."""
     if engine_model is None:
         return None
-    from sidecar.tools.doctor.idle_speed import predicted, promise
+    from sidecar.tools.doctor.probe import predicted, promise
     from sidecar.tools.step_model.model import load_model
 
     return promise(predicted(load_model(engine_model)))

@@ -16,8 +16,7 @@ from typing import TextIO
 
 from sidecar.admission.policy_snapshot import objective_for
 from sidecar.apis import Api
-from sidecar.cli.api_key import add_key, key_given
-from sidecar.cli.arguments import number, server_url, whole_number
+from sidecar.cli.arguments import add_key, key_given, number, server_url, whole_number
 from sidecar.cli.output import CommandFailed, reporter, require_writable, say, write_json, write_text
 from sidecar.engines import ENGINES, NoPriorityEngine
 from sidecar.gain.token_deadlines import Objective
@@ -27,7 +26,6 @@ from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.secrets import key_in_file
 from sidecar.server.open_files import raise_limit
-from sidecar.tools.replay.comparison import comparison
 from sidecar.tools.replay.figures import RunFigures
 from sidecar.tools.replay.plan import TIER_HEADER, Asking, BadTier, By, Sizing, assign, ladder, rounding_s, schedule
 from sidecar.tools.replay.prompts import Writer
@@ -43,7 +41,7 @@ from sidecar.tools.replay.run import (
     too_long,
 )
 from sidecar.tools.replay.server import Control, NotNeutral, ServerNoAnswer, require_neutral
-from sidecar.tools.replay.table import advice, figures_as_json, kinds, requests_as_jsonl, table
+from sidecar.tools.replay.table import advice, comparison, figures_as_json, kinds, requests_as_jsonl, table
 from sidecar.tools.replay.trace import BadTrace, Trace, TraceRow, read_trace
 
 EXAMPLE = """  sidecar replay burst --upstream http://127.0.0.1:8000 --by priority --control --report burst.html

@@ -32,9 +32,8 @@ from sidecar.tools.simulate.comparison import (
     offered_tiers,
 )
 from sidecar.tools.simulate.comparison import run as run_one
-from sidecar.tools.simulate.figures import RunResult
+from sidecar.tools.simulate.figures import RunResult, unused_keys
 from sidecar.tools.simulate.load import Assign, check
-from sidecar.tools.simulate.policy_keys import unused_keys
 from sidecar.tools.simulate.report import guarded, highest_rates, policies, report, tiers
 from sidecar.tools.step_model.model import DEFAULT, BadEngineModel, load_model, shipped
 from sidecar.tools.text import table

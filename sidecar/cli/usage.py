@@ -15,7 +15,7 @@ from datetime import date
 from urllib.parse import urlencode
 
 from sidecar.admin.operations import MOST_DAYS
-from sidecar.admin.usage_routes import Usage, UsageRow
+from sidecar.admin.tenant_routes import Usage, UsageRow
 from sidecar.cli.admin_client import CannotSee, add_admin, read_page
 from sidecar.cli.arguments import whole_number
 from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, require_writable, show, write_json

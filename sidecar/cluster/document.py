@@ -13,7 +13,7 @@ import msgspec
 from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import Amount
 from sidecar.figures import REQUESTS, SECONDS, TOKENS, Over, amounts, counter, gauge
-from sidecar.lengths.documents import EngineSizesDocument
+from sidecar.lengths.estimator import EngineSizesDocument
 from sidecar.telemetry import semconv
 from sidecar.telemetry.recent import Bucket, Overtakings
 

@@ -14,7 +14,6 @@ import msgspec
 
 from sidecar.cluster.document import Overview, RefusalView, TenantView, TierShare, TierView, TierWaits
 from sidecar.cluster.dry_run import ObservedReport, observed_report
-from sidecar.cluster.engines import EngineLists, engine_reports, engine_rows
 from sidecar.cluster.phrases import (
     as_guarded,
     crowd,
@@ -24,14 +23,28 @@ from sidecar.cluster.phrases import (
     starving,
     waits_at_its_limit,
 )
-from sidecar.cluster.report import PeerReports, ReceivedReport, ReplicaReport, pack, read_peers, replica_views
-from sidecar.cluster.sources import Sources
-from sidecar.cluster.tiers import GuardHistory, is_alone, sum_waits, tier_shares, tier_waits
+from sidecar.cluster.report import (
+    EngineLists,
+    GuardHistory,
+    PeerReports,
+    ReceivedReport,
+    ReplicaReport,
+    engine_reports,
+    engine_rows,
+    is_alone,
+    pack,
+    read_peers,
+    replica_views,
+    sum_waits,
+    tier_shares,
+    tier_waits,
+)
+from sidecar.cluster.sampler import Sources
 from sidecar.engines.view import Amount
 from sidecar.events import Refused
 from sidecar.policy.choices import Mode
 from sidecar.pools import StoreError
-from sidecar.pools.wanted import SmoothedDemand
+from sidecar.pools.stats import SmoothedDemand
 from sidecar.tasks import end, is_set_within
 from sidecar.telemetry.request_record import RequestRecord
 

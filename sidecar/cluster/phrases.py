@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sidecar.cluster.document import ReplicaView, TenantView, TierGuard, TierView
 from sidecar.durations import short_duration
-from sidecar.lengths.documents import EngineSizesDocument
+from sidecar.lengths.estimator import EngineSizesDocument
 from sidecar.policy.choices import Mode
 from sidecar.telemetry.ahead import in_words, times
 from sidecar.telemetry.recent import Overtakings

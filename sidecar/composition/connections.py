@@ -21,7 +21,7 @@ from sidecar.app import AdmissionMiddleware
 from sidecar.composition.one_pool import load_given
 from sidecar.composition.stores import find_store
 from sidecar.leases import Admission, ThreadAdmission
-from sidecar.leases.no_engine import NoEngineHere
+from sidecar.leases.lease_request import NoEngineHere
 from sidecar.leases.threads import LoopThread
 from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE, store_address

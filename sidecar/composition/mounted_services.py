@@ -16,8 +16,7 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.composition.observability import Observability
 from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineState
 from sidecar.server import CannotServe
-from sidecar.server.mounted import Lifespan, Services, Step
-from sidecar.server.own_limits import report_own_limit
+from sidecar.server.mounted import Lifespan, Services, Step, report_own_limit
 from sidecar.server.workers import ServerProcesses, check_processes
 from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import TelemetryError, flush_providers, prepare_from_environment

@@ -11,8 +11,7 @@ from sidecar.admission.controller import AdmissionController, Monitor
 from sidecar.admission.policy_snapshot import objective_for
 from sidecar.cluster.document import EngineStatus
 from sidecar.cluster.overview import Generations, PoolOverview
-from sidecar.cluster.sampler import KINDS, PoolSampler
-from sidecar.cluster.sources import Sources
+from sidecar.cluster.sampler import KINDS, PoolSampler, Sources
 from sidecar.engines import NoPriorityEngine
 from sidecar.events import ShadowHolds
 from sidecar.policy.choices import Mode, UsageInTraces
@@ -28,16 +27,14 @@ from sidecar.telemetry.metrics.tenants import shown_tenants
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.setup import MetricsEndpoint
-from sidecar.telemetry.spans.links import WaitFinder
-from sidecar.telemetry.spans.long_waits import LongWaits
+from sidecar.telemetry.spans.links import LongWaits, WaitFinder
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tenants.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
-    from sidecar.policy.followed_hours import FollowedHours
-    from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal, UsesPolicy
+    from sidecar.policy.reload import FollowedHours, PolicyFiles, PolicyReloader, ReloadSignal, UsesPolicy
     from sidecar.tenants.registry import StoredTenantsRegistry
     from sidecar.tenants.stored import TenantRecords
 
@@ -116,7 +113,7 @@ class Observability(Monitor):
         """
         governed: UsesPolicy = controller
         if files is not None or records is not None or self._policy.as_written is not self._policy:
-            from sidecar.policy.followed_hours import FollowedHours
+            from sidecar.policy.reload import FollowedHours
 
             governed = self._hours = FollowedHours(controller)
         if records is not None:
@@ -133,8 +130,7 @@ class Observability(Monitor):
     ) -> Sequence[BaseRoute]:
         from sidecar.admin.engine_routes import EngineRoutes
         from sidecar.admin.routes import LivePages, metrics_routes, story_routes
-        from sidecar.admin.tenant_routes import TenantRoutes
-        from sidecar.admin.usage_routes import UsageRoutes
+        from sidecar.admin.tenant_routes import TenantRoutes, UsageRoutes
         from sidecar.explain.builder import ExplanationBuilder
 
         pages, engines = LivePages(self._live), EngineRoutes(lambda: controller.engines)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from sidecar.engines.base import Engine
 from sidecar.engines.dynamo import Dynamo
-from sidecar.engines.none import NoPriorityEngine
-from sidecar.engines.registry import ENGINES
+from sidecar.engines.registry import ENGINES, NoPriorityEngine
 from sidecar.engines.sglang import Sglang
 from sidecar.engines.tensorrt_llm import TensorRtLlm
 from sidecar.engines.vllm import Vllm

@@ -15,18 +15,30 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from starlette.types import ASGIApp, Message, Send
+
+from sidecar.admission.answer import EngineCall
 from sidecar.admission.engine_pages import EnginePages
+from sidecar.admission.intake import SizedRequest
+from sidecar.admission.usage import UsageReader
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
-from sidecar.engines.watch import EngineCheck, EngineWatch
+from sidecar.engines.speed import EngineSpeed
+from sidecar.engines.view import Amount, DrainEnd, EngineDocument
+from sidecar.engines.watch import EngineCheck, EngineHealth, EngineWatch
+from sidecar.errors import Draining
+from sidecar.events import ReplayReason
 from sidecar.fleet.member import MemberState
+from sidecar.fleet.prefill import Prefill
 from sidecar.policy.choices import Mode
 from sidecar.policy.fields import engine_name
 from sidecar.policy.fleet import offered
 from sidecar.policy.model import Policy
-from sidecar.pools import Pool
+from sidecar.pools import Lease, Pool
 from sidecar.pools.engine_reader import HELD_BACK_S, EngineReader, Size, warn_of_unbounded
-from sidecar.pools.engines import EngineOffer, name_and_incarnation
+from sidecar.pools.engine_reports import engine_document, no_figures
+from sidecar.pools.engines import EngineFigures, EngineOffer, name_and_incarnation
+from sidecar.pools.stats import bounded
 from sidecar.tasks import end
 
 NAME_VARIABLE = "SIDECAR_ENGINE_NAME"
@@ -299,3 +311,185 @@ class MountedWatch(EngineWatch):
     def notices(self) -> Sequence[str]:
         """See `EngineHealth`."""
         return [*super().notices(), *self._mounted.notices()]
+
+
+# -- Routing to the engine of this process: the app itself, which is called once for each admission.
+#
+# Nothing is predicted, and nothing is sent a second time: the engine lives and ends with the process. An answer of
+# the app's passes as it is, with its head.
+
+
+class MountedRouting:
+    """See `EngineRouting`. `watch` is the app's."""
+
+    def __init__(self, engine: MountedEngine, watch: EngineHealth) -> None:
+        self.engine = engine
+        self.watch = watch
+        self.speed = EngineSpeed()
+
+    def route(self, request: SizedRequest) -> MountedRoute:
+        """See `EngineRouting`. Raises Draining while the engine drains."""
+        self.wake()
+        return MountedRoute(self, request)
+
+    def wake(self) -> None:
+        """See `EngineRouting`. Raises Draining while the engine drains."""
+        if self.engine.is_draining:
+            raise Draining("this server is draining and takes no new request; try another", retry_after_s=1)
+        self.engine.wake()
+
+    def url_for(self, engine_id: str) -> None:
+        """See `EngineRouting`: the engine is this process."""
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `EngineRouting`."""
+        self.engine.change_policy(policy)
+
+
+class MountedRoute:
+    """One request's route to the app. See `EngineRoute`."""
+
+    __slots__ = (
+        "_is_in_flight", "_lease", "_prefill", "_request", "_routing", "_send", "_status", "barred", "hits", "replay",
+        "usage",
+    )  # fmt: skip
+
+    _lease: Lease
+    _send: Send
+    usage: UsageReader
+
+    def __init__(self, routing: MountedRouting, request: SizedRequest) -> None:
+        self._routing = routing
+        self._request = request
+        self.hits: tuple[tuple[str, int], ...] = ()
+        self.barred: tuple[str, ...] = ()
+        self.replay: ReplayReason | None = None
+        self._prefill: Prefill | None = None
+        self._is_in_flight = False
+        self._status = 0
+
+    def begin(self, lease: Lease, send: Send) -> Send:
+        """See `EngineRoute`. The head is not held back."""
+        engine, request = self._routing.engine, self._request
+        self._lease, self._send = lease, send
+        self._is_in_flight, self._status = True, 0
+        engine.in_flight += 1
+        now_us = engine.pool.now_us()
+        self._prefill = Prefill(self._routing.speed, request, request.prompt_tokens, lease, now_us)
+        return self._send_noting
+
+    def call(self) -> EngineCall:
+        """See `EngineRoute`."""
+        self._end_attempt()  # one that was preempted
+        self.usage = UsageReader()
+        return EngineCall(self._routing.watch)
+
+    def pinned(self, app: ASGIApp) -> ASGIApp:
+        """See `EngineRoute`: the app is the engine."""
+        return app
+
+    async def _send_noting(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        await self._send(message)
+
+    def first_byte(self) -> None:
+        """See `EngineRoute`."""
+        if self._prefill is not None:
+            self._prefill.first_byte(self._routing.engine.pool.now_us(), is_served=0 < self._status < 400)
+
+    def ended(self) -> None:
+        """See `EngineRoute`."""
+        self._end_attempt()
+
+    def failed(self, error: Exception) -> bool:  # noqa: ARG002  # see `EngineRoute`
+        """See `EngineRoute`: an error of the app's is the server's to answer."""
+        return False
+
+    async def waits_again(self) -> bool:
+        """See `EngineRoute`: only a proxy leaves a request unanswered."""
+        return False
+
+    def _end_attempt(self) -> None:
+        engine = self._routing.engine
+        if self._prefill is not None:
+            self._prefill.end(engine.pool.now_us())
+        if self._is_in_flight:
+            self._is_in_flight = False
+            engine.in_flight -= 1
+
+
+# -- The engines of a pool whose engines are mounted, as one process sees them: its own, and the others' ledgers.
+
+
+class MountedView:
+    """See `EngineView`. Only the engine of this process can be drained here: the others' processes drain their own."""
+
+    def __init__(self, engine: MountedEngine, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.engine = engine
+        self._now_s = now_s
+        self._since_s = now_s()
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """See `EngineView`."""
+        return self.engine.drain_timeout_s
+
+    def documents(self) -> Sequence[EngineDocument]:
+        """See `EngineView`."""
+        ledgers = {ledger.id: ledger for ledger in self.engine.pool.engines()}
+        rows = [self._own(ledgers.pop(self.engine.id, None)), *map(_other, ledgers.values())]
+        return sorted(rows, key=lambda row: name_and_incarnation(row.id))
+
+    async def drain(self, name: str) -> None:
+        """See `EngineView`."""
+        self._check(name)
+        self.engine.drain()
+
+    async def resume(self, name: str) -> None:
+        """See `EngineView`."""
+        self._check(name)
+        await self.engine.resume()
+
+    async def drained(self, name: str, within_s: float) -> DrainEnd:
+        """See `EngineView`. The process is empty when no request of it is under way."""
+        self._check(name)
+        end_s = self._now_s() + within_s
+        while True:
+            if not self.engine.is_draining:
+                return DrainEnd.RESUMED
+            if self.engine.is_drained:
+                return DrainEnd.EMPTY
+            if self._now_s() >= end_s:
+                return DrainEnd.TIMED_OUT
+            await asyncio.sleep(min(LOOK_EVERY_S, max(0.0, end_s - self._now_s())))
+
+    def _check(self, name: str) -> None:
+        if name != self.engine.name:
+            raise KeyError(name)
+
+    def _own(self, ledger: EngineFigures | None) -> EngineDocument:
+        engine, size = self.engine, self.engine.size
+        return engine_document(
+            ledger or no_figures(engine.id),
+            state=engine.state.value,
+            reason=engine.reason,
+            for_s=round(self._now_s() - self._since_s, 3),
+            takes_new=engine.takes_new and not engine.is_draining,
+            draining=engine.is_draining,
+            capacity=None if size is None else Amount(*size),
+            prefill=bounded(engine.prefill),
+            in_flight=engine.in_flight,
+            mounted=True,
+        )
+
+
+def _other(ledger: EngineFigures) -> EngineDocument:
+    """The engine of another process; its state is that of the pool, unless that process has reported it."""
+    state = "capped" if ledger.is_capped else "ready"
+    return engine_document(
+        ledger,
+        state=state if ledger.takes_new else "gone",
+        reason=None if ledger.takes_new else "its process takes no requests, or has ended",
+        mounted=True,
+    )

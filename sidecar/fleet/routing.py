@@ -18,8 +18,13 @@ its connections, may cost the others.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Awaitable, Collection
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from fractions import Fraction
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,12 +40,149 @@ from sidecar.fleet.affinity import AffinityPredictor, Prediction
 from sidecar.fleet.fleet import Fleet
 from sidecar.fleet.member import EngineMember
 from sidecar.fleet.prefill import Prefill
-from sidecar.fleet.refusals import Refusals
-from sidecar.fleet.replay_budget import ReplayBudget
-from sidecar.fleet.retry_after import retry_after_s
 from sidecar.fleet.setup import change_fleet
 from sidecar.policy.model import Policy
 from sidecar.pools import Lease, Pool
+
+# -- `Retry-After` of an engine's response (RFC 9110, section 10.2.3).
+
+WITHOUT_S = 1.0
+"""Where an engine does not say when it takes requests again. It is full for steps, which take less."""
+MOST_S = 60.0
+"""An engine that says more is asked again by then: a mistaken header does not take it out for an hour."""
+
+
+def retry_after_s(value: bytes | None, now: datetime | None = None) -> float:
+    """Seconds until the engine takes requests again, from `WITHOUT_S` to `MOST_S`, by the header's value.
+
+    A value that is missing, cannot be read or lies in the past counts as `WITHOUT_S`. `now` is for tests.
+    """
+    text = "" if value is None else value.decode("latin-1").strip()
+    found = _seconds(text)
+    if found is None:
+        found = _until(text, now or datetime.now(timezone.utc))
+    return WITHOUT_S if found is None else max(WITHOUT_S, min(MOST_S, found))
+
+
+def _seconds(text: str) -> float | None:
+    """Whole seconds, as the standard has them, or with decimals, as some servers send them."""
+    if not text.isascii() or not text.replace(".", "", 1).isdigit():
+        return None
+    found = float(text)
+    return found if math.isfinite(found) else MOST_S
+
+
+def _until(text: str, now: datetime) -> float | None:
+    try:
+        date = parsedate_to_datetime(text)
+        return (date.replace(tzinfo=date.tzinfo or timezone.utc) - now).total_seconds()
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return None
+
+
+# -- Replay budget: a broken engine must not double the load of the others.
+#
+# Within any minute at most a share of that minute's admissions is replayed, and `LEAST` replays in any case. The
+# minute slides in steps of a second. One object costs 60 pairs of numbers, and a request one addition.
+
+LEAST = 10
+"""Replays within a minute that are allowed at any load: else the engine of a quiet pool could not fail unseen."""
+MINUTE_S = 60
+_SECOND_US = 1_000_000
+
+
+class ReplayBudget:
+    """The replays of one pool in one process. Times are microseconds of one clock that does not go back."""
+
+    def __init__(self, share: Fraction, least: int = LEAST) -> None:
+        self.share = share
+        self._least = least
+        self._admissions = [0] * MINUTE_S
+        self._replays = [0] * MINUTE_S
+        self._admitted = self._replayed = 0
+        self._second = 0
+
+    def admitted(self, now_us: int) -> None:
+        """A request was admitted. A replay's own admission is none."""
+        self._slide(now_us)
+        self._admissions[self._second % MINUTE_S] += 1
+        self._admitted += 1
+
+    def take(self, now_us: int) -> bool:
+        """Takes one replay out of the budget. False, and nothing changes, where none is left."""
+        self._slide(now_us)
+        if self.left <= 0:
+            return False
+        self._replays[self._second % MINUTE_S] += 1
+        self._replayed += 1
+        return True
+
+    @property
+    def left(self) -> int:
+        """Replays that were left at the last call."""
+        return max(self._least, int(self.share * self._admitted)) - self._replayed
+
+    def _slide(self, now_us: int) -> None:
+        """Forgets the seconds that lie a minute back."""
+        second = now_us // _SECOND_US
+        for passed in range(self._second + 1, min(second, self._second + MINUTE_S) + 1):
+            self._admitted -= self._admissions[passed % MINUTE_S]
+            self._replayed -= self._replays[passed % MINUTE_S]
+            self._admissions[passed % MINUTE_S] = self._replays[passed % MINUTE_S] = 0
+        self._second = max(second, self._second)
+
+
+# -- Refusals of one tenant's requests, which say nothing about an engine's room for those of others.
+#
+# An engine, or a gateway before it, may have a limit of its own for a client, and refuse only what that one asks. By
+# the refusal alone this looks as if the engine were full. It does not where the engine answers others all the while.
+
+IN_A_ROW = 5
+"""So many refusals of one tenant without an answer, and so many answers to others in that time, are no chance."""
+MOST_TENANTS = 256
+"""Tenants that are remembered for one engine."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A tenant's refusals by one engine since its last answer there, and others' answers to what was sent since."""
+
+    since_us: int
+    refusals: int = 0
+    answers: int = 0
+
+
+class Refusals:
+    """The refusals by each engine, by its id. Times are microseconds of one clock."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, dict[str, _Row]] = {}
+
+    def refused(self, engine_id: str, tenant: str, now_us: int) -> bool:
+        """Notes a refusal. Whether it is about the tenant, and not about the engine's room."""
+        rows = self._rows.setdefault(engine_id, {})
+        row = rows.get(tenant)
+        if row is None:
+            if len(rows) == MOST_TENANTS:
+                del rows[next(iter(rows))]
+            row = rows[tenant] = _Row(now_us)
+        row.refusals += 1
+        return row.refusals > IN_A_ROW and row.answers >= IN_A_ROW
+
+    def answered(self, engine_id: str, tenant: str, sent_us: int) -> None:
+        """The engine answers a request that was sent to it then."""
+        rows = self._rows.get(engine_id)
+        if not rows:
+            return
+        rows.pop(tenant, None)
+        for row in rows.values():
+            row.answers += sent_us > row.since_us
+
+    def keep(self, engine_ids: Collection[str]) -> None:
+        """Forgets all other engines."""
+        for engine_id in self._rows.keys() - engine_ids:
+            del self._rows[engine_id]
+
 
 FULL_STATUSES = frozenset((429, 503, 529))
 MOST_REFUSALS = 8

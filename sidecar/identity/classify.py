@@ -39,7 +39,7 @@ from sidecar.identity.tokens import TokenVerifier, is_token
 from sidecar.payload.decode import Payload
 from sidecar.policy.choices import StoredTenants, TierSource
 from sidecar.policy.endpoint import Endpoint
-from sidecar.policy.gateway import GatewayPolicy
+from sidecar.policy.identity import GatewayPolicy
 from sidecar.policy.model import Policy
 from sidecar.policy.tenant import KeyHolder, Tenant
 

@@ -8,6 +8,8 @@ from datetime import datetime, timedelta
 from math import isfinite
 from typing import NamedTuple
 
+from starlette.types import Receive, Scope, Send
+
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.model_names import ModelNames
 from sidecar.admission.usage import UsageReader
@@ -140,3 +142,16 @@ def refuse_other_counts(name: str, value: object, *, at_least: int) -> None:
     """Raises ValueError for all but a whole number that a store counts exactly, with many others."""
     if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= LARGEST_COUNT:
         raise ValueError(f"{name}: {value!r} is no whole number of at least {at_least} and of at most {LARGEST_COUNT}")
+
+
+# -- Stand-in for the engine in a process that has none: its own code calls the engine.
+
+
+class NoEngineHere:
+    """An ASGI app without any path, and without a lifespan."""
+
+    async def __call__(self, scope: Scope, _: Receive, send: Send) -> None:
+        """Serves one ASGI scope."""
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})

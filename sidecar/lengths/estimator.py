@@ -14,15 +14,61 @@ samples say. Where no step answers, the old rule applies: a lease holds max_toke
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from typing import Annotated, NamedTuple
 
 import msgspec
 
-from sidecar.lengths.buckets import LengthKey
-from sidecar.lengths.histogram import LONGEST, LengthHistogram, Survival
-from sidecar.lengths.median import Median
+from sidecar.figures import TOKENS, Over, counter, gauge
+from sidecar.lengths.histogram import LONGEST, LengthHistogram, Median, Survival
+from sidecar.payload.traits import EFFORTS, Traits
+
+# -- Bucket of a request: the class that its output length is learned in, by what its client says.
+#
+# There are 768 buckets, whatever clients send.
+
+_FORCED = ("required", "named")
+_SIZES = (64, 256, 1024, 4096, 16_384, 65_536)
+_SIZE_NAMES = ("max 64", "max 256", "max 1k", "max 4k", "max 16k", "max 64k", "max more", "")
+
+
+def bucket_for(traits: Traits, most: int | None) -> str:
+    """The bucket, such as `tools, effort high, max 4k`, or `plain`. `most` is the request's max_tokens, if it has one.
+
+    The size class of `most` is the first that holds it: 64, 256, 1k, 4k, 16k, 64k, or more.
+    """
+    effort, tools, choice, has_format, has_stop = traits
+    if effort is not None and effort not in EFFORTS:
+        effort = "other"
+    size = len(_SIZES) + 1 if most is None else bisect_left(_SIZES, most)
+    if not tools or choice == "none":
+        return _name("", effort, bool(has_format), bool(has_stop), size)
+    return _name("tools forced" if choice in _FORCED else "tools", effort, bool(has_format), bool(has_stop), size)
+
+
+@cache  # its arguments are classes already, never what a client wrote
+def _name(tools: str, effort: str | None, has_format: bool, has_stop: bool, size: int) -> str:
+    parts = [
+        tools,
+        "" if effort is None else f"effort {effort}",
+        "format" if has_format else "",
+        "stop" if has_stop else "",
+        _SIZE_NAMES[size],
+    ]
+    return ", ".join(filter(None, parts)) or "plain"
+
+
+class LengthKey(NamedTuple):
+    """Key under which output lengths are learned, beside the tenant: the endpoint's path, the model, and the bucket."""
+
+    endpoint: str
+    model: str | None
+    bucket: str
+
 
 ENOUGH = 50
 """Complete samples from which a distribution is used: the 0.95 quantile of fewer is nearly their longest."""
@@ -361,3 +407,74 @@ class _Tenant:
     def __init__(self) -> None:
         self.keys: dict[LengthKey, _Learned] = {}
         self.endpoints: dict[str, _EndpointLengths] = {}
+
+
+# -- Documents of the leases whose sizes are learned: for pages, metrics and `/state`.
+
+
+class EngineSizesDocument(msgspec.Struct, frozen=True):
+    """The leases of one process at one engine, for people and metrics. `engine` is None where the pool has one engine.
+
+    `quantile`, `overlap` and `reason` are what is in force. Its `running` leases hold `held_tokens` in the pool. They
+    are expected to use `expected_tokens`, as a plain sum, and use `used_tokens` now, as far as that is known: the
+    output of an answer that does not stream is not. `growths` counts how often one of its leases grew. `preemptions`
+    counts the engine's own since the first reading, None where it does not say.
+    """
+
+    engine: str | None
+    quantile: Annotated[
+        float,
+        gauge("admission.lease.quantile", "Part of answers that are no longer than what a lease holds for them."),
+    ]
+    overlap: Annotated[
+        float, gauge("admission.lease.overlap", "Part of what requests need that is counted, as they end apart.")
+    ]
+    reason: str
+    is_raised: Annotated[
+        bool,
+        gauge(
+            "admission.lease.quantile_raised",
+            "1 while the engine's preemptions keep the quantile above that of the policy's `learn`, else 0.",
+        ),
+    ]
+    running: int
+    held_tokens: Annotated[
+        int,
+        gauge("admission.lease.held.tokens", "Tokens that the running leases of this process hold.", TOKENS, Over.SUM),
+    ]
+    expected_tokens: Annotated[
+        int,
+        gauge(
+            "admission.lease.expected.tokens",
+            "Tokens that the requests of these leases are expected to use.",
+            TOKENS,
+            Over.SUM,
+        ),
+    ]
+    used_tokens: Annotated[
+        int,
+        gauge(
+            "admission.lease.used.tokens",
+            "Tokens that these leases use now.",
+            TOKENS,
+            Over.SUM,
+        ),
+    ]
+    growths: int = 0
+    preemptions: Annotated[
+        int | None,
+        counter(
+            "admission.engine.preemptions",
+            "The engine's preemptions for lack of KV cache, since this process first read them.",
+            "{preemption}",
+            Over.MOST,
+        ),
+    ] = None
+
+
+class LeaseSizesDocument(msgspec.Struct, frozen=True):
+    """The leases of one process at all engines, and what was learned most often: the admin port's `/state` has it."""
+
+    learn: str
+    engines: list[EngineSizesDocument] = []
+    learned: list[LearnedLengths] = []

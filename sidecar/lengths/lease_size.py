@@ -18,11 +18,17 @@ from typing import Protocol
 import msgspec
 
 from sidecar.events import Expectation
-from sidecar.lengths.buckets import LengthKey, bucket_for
-from sidecar.lengths.documents import EngineSizesDocument, LeaseSizesDocument
-from sidecar.lengths.estimator import Estimate, EstimateSource, KnownLengths, LengthEstimator
-from sidecar.lengths.overlap import WHOLE, Overlap
-from sidecar.lengths.trust import Trust
+from sidecar.lengths.estimator import (
+    EngineSizesDocument,
+    Estimate,
+    EstimateSource,
+    KnownLengths,
+    LeaseSizesDocument,
+    LengthEstimator,
+    LengthKey,
+    bucket_for,
+)
+from sidecar.lengths.trust import WHOLE, Overlap, Trust
 from sidecar.payload.decode import Payload
 from sidecar.payload.traits import Traits
 from sidecar.policy.choices import Learn

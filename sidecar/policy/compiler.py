@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from sidecar.policy.declared import Context, values
 from sidecar.policy.fleet import EngineAddress, EngineListFile, FleetPolicy, pool_prefill, pool_size
-from sidecar.policy.fleet_validate import list_mistakes
 from sidecar.policy.model import Policy
 from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.problems import FilePlace, Path, PolicyError, Problem, printable
@@ -20,7 +19,7 @@ from sidecar.policy.rules import PoolRules
 from sidecar.policy.source import Document, read
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.tenant_files import obstacles, tenant_files
-from sidecar.policy.validate import entries, pool_problems, read_record, reserve_mistake, tenant_problems
+from sidecar.policy.validate import entries, list_mistakes, pool_problems, read_record, reserve_mistake, tenant_problems
 
 POOL_FILE = "policy.yaml"
 M = TypeVar("M")

@@ -31,8 +31,7 @@ from sidecar.policy.cost import TokenCost
 from sidecar.policy.declared import ReadAs, declared, key
 from sidecar.policy.endpoint import Cors, Endpoint, EndpointBody, new_endpoints
 from sidecar.policy.fleet import FleetPolicy, ModelAlias, ModelPolicy
-from sidecar.policy.gateway import GatewayPolicy
-from sidecar.policy.identity import JwtPolicy
+from sidecar.policy.identity import GatewayPolicy, JwtPolicy
 from sidecar.policy.problems import printable
 from sidecar.policy.rules import PoolRules, pool_rules
 from sidecar.policy.tenant import Tenant

@@ -2,7 +2,7 @@
 
 from sidecar.events import Grant
 from sidecar.pools.base import Ask, Lease, PeerReport, StoreError
-from sidecar.pools.engine_size import EngineSize
+from sidecar.pools.engine_reports import EngineSize
 from sidecar.pools.pool import Pool
 
 __all__ = [

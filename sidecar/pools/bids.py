@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from sidecar.pools.calls import BIDS_SHOWN, Bid, LeaseGrowth, Reply, TierHeld, Withdrawn
-from sidecar.scheduling.best import BestByGain
-from sidecar.scheduling.queue import FairQueue
+from sidecar.scheduling.queue import BestByGain, FairQueue
 from sidecar.scheduling.tickets import LanePlace, Ticket
 
 

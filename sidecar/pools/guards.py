@@ -13,8 +13,17 @@ from typing import NamedTuple
 from sidecar.pools.calls import NO_GUARD, PPM, Call, GuardDecided, GuardHeld, Reply, SloSeen
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.figures import Rules
-from sidecar.scheduling.guard import FEWEST, LEAST, GuardedPeriod, GuardState, decide, first_state, is_missed
-from sidecar.scheduling.guarded import DECIDE_EVERY_US, largest_share
+from sidecar.scheduling.guard import (
+    DECIDE_EVERY_US,
+    FEWEST,
+    LEAST,
+    GuardedPeriod,
+    GuardState,
+    decide,
+    first_state,
+    is_missed,
+    largest_share,
+)
 from sidecar.scheduling.scheduler import Scheduler
 
 _STATE_SIZE = len(GuardState._fields) + 2

@@ -13,8 +13,8 @@ from functools import partial
 from sidecar.pools import calls, guards
 from sidecar.pools import ledger_limits as limits
 from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, BidGranted, Call, Cell, Drain, EngineView, Reply, WakeUp
-from sidecar.pools.reported_shortage import new_gone, report_shortage
-from sidecar.pools.row import Sides, added, sum_cells
+from sidecar.pools.known_pool import Sides, added, sum_cells
+from sidecar.pools.shortage import new_gone, report_shortage
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 from sidecar.scheduling.engines import Gone, ScheduledEngine
 from sidecar.scheduling.figures import Rules

@@ -31,13 +31,11 @@ from sidecar.pools.calls import (
 )
 from sidecar.pools.elsewhere import GrantsElsewhere
 from sidecar.pools.guards import GuardFigures, MemberGuard
-from sidecar.pools.known_pool import KnownPool
+from sidecar.pools.known_pool import KnownPool, NewsItem, Row
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member_events import Entered, Event, MemberMode, TakeBack, TicketRefused
 from sidecar.pools.meter import Meter
-from sidecar.pools.news_item import NewsItem
-from sidecar.pools.row import Row
-from sidecar.pools.taken_back import TakenBack
+from sidecar.pools.shortage import TakenBack
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import ScheduledLease, Ticket

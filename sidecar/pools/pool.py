@@ -13,14 +13,11 @@ from sidecar.events import StoreObserver
 from sidecar.policy.choices import StoreLoss
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
-from sidecar.pools.alarm import Alarm
 from sidecar.pools.base import Ask, Clock, Lease, WaitOutcome, monotonic_us
 from sidecar.pools.calls import Cap, Drain, EngineView, Reply, WakeUp
-from sidecar.pools.engine_reports import change_sizes, found_by, placed
-from sidecar.pools.engine_size import EngineSize
+from sidecar.pools.engine_reports import EngineSize, change_sizes, found_by, placed
 from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer
-from sidecar.pools.ledger_link import Link, LocalLink
-from sidecar.pools.ledger_rules import engine_views, new_rules, new_ticket
+from sidecar.pools.ledger_link import Link, LocalLink, engine_views, new_rules, new_ticket
 from sidecar.pools.limits import downgraded, metered, raised, refusal, remaining
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, MemberMode, TakeBack
@@ -28,7 +25,7 @@ from sidecar.pools.meter import Judged
 from sidecar.pools.pool_figures import ReportedPool
 from sidecar.pools.pool_requests import PoolRequests
 from sidecar.pools.size_limits import SizeLimits
-from sidecar.pools.store_watch import Elsewhere, StoreWatch
+from sidecar.pools.store_watch import Alarm, Elsewhere, StoreWatch
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter
 

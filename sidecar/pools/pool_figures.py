@@ -13,24 +13,20 @@ from sidecar.events import Grant, Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.tenant import Account, RateLimits
 from sidecar.pools.base import Ask, Clock, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
-from sidecar.pools.engine_reports import engine_figures, engine_obstacle, engine_state
-from sidecar.pools.engine_size import EngineSize
+from sidecar.pools.engine_reports import EngineSize, engine_figures, engine_obstacle, engine_state
 from sidecar.pools.engines import EngineFigures, EngineOffer, sum_figures
 from sidecar.pools.guards import GuardFigures
-from sidecar.pools.ledger_link import Link
-from sidecar.pools.ledger_rules import new_ticket
+from sidecar.pools.ledger_link import Link, new_ticket
 from sidecar.pools.limits import metered, remaining
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import MemberMode
 from sidecar.pools.meter import Judged
 from sidecar.pools.pool_requests import PoolRequests
 from sidecar.pools.size_limits import SizeLimits
-from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_words, pool_state
-from sidecar.pools.store_status import StoreStatus
-from sidecar.pools.store_watch import StoreWatch
-from sidecar.pools.wanted import Demand, demand
+from sidecar.pools.stats import HELD_BACK, Demand, TierUsage, alone, demand, obstacle, part_in_words, pool_state
+from sidecar.pools.store_watch import StoreStatus, StoreWatch
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
-from sidecar.scheduling.guarded import largest_share
+from sidecar.scheduling.guard import largest_share
 
 RECENT_US = 600_000_000
 """Ten minutes: a busy hour says nothing of the next one, and a slow tier admits few requests in less."""

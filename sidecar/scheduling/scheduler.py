@@ -10,11 +10,10 @@ from typing import NamedTuple, TypeAlias
 
 from sidecar.policy.rules import MOST_EXCESS
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
-from sidecar.scheduling.engines import NOTHING_GONE, Gone, ScheduledEngine
+from sidecar.scheduling.engines import NOTHING_GONE, Gone, Reach, ScheduledEngine
 from sidecar.scheduling.figures import Rules, figures_for
-from sidecar.scheduling.guarded import Guards
+from sidecar.scheduling.guard import Guards
 from sidecar.scheduling.queue import FairQueue
-from sidecar.scheduling.reach import Reach
 from sidecar.scheduling.reports import Found, Rule, passed
 from sidecar.scheduling.tickets import Ticket
 

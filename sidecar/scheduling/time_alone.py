@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sidecar.scheduling.engines import ScheduledEngine
-from sidecar.scheduling.guarded import DECIDE_EVERY_US
+from sidecar.scheduling.guard import DECIDE_EVERY_US
 from sidecar.scheduling.scheduler import PATIENCE_US, Scheduler
 from sidecar.scheduling.tickets import Ticket
 

@@ -10,26 +10,183 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import ipaddress
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from sidecar.errors import Draining, ResponseCut
 from sidecar.server import CannotServe
-from sidecar.server.acceptor import Acceptor
 from sidecar.server.app_lifespan import AppLifespan
 from sidecar.server.certificate import Certificate
-from sidecar.server.http_protocol import BoundedHttpProtocol
+from sidecar.server.http_protocol import HEAD_WITHIN_S, BoundedHttpProtocol
 from sidecar.server.listeners import listening, socket_address
-from sidecar.server.open_files import most_clients
-from sidecar.server.own_address import leads_to
+from sidecar.server.open_files import limit, most_clients
+from sidecar.server.unix_address import socket_path
+
+# -- Acceptance of connections, as many as there are open files for. More wait in the system's queue.
+#
+# uvloop's and asyncio's own servers accept until the process has no file left. Then no connection to an engine or to
+# the store can be made, and the admin port answers no more; libuv closes what it cannot accept. So this accepts one
+# after another, with a bound that leaves files for the rest. It also takes the certificate that is in force for
+# each.
+
+RETRY_S = 0.5
+"""After a connection could not be accepted."""
+_FULL = "%d connections of clients are open, as many as a limit of %d open files leaves room for: new ones wait"
+_REMEDY = (
+    "raise the limit (`ulimit -Hn`, systemd's LimitNOFILE=, a container's nofile), or have the clients, or the load "
+    "balancer before them, keep fewer idle connections"
+)
+_OUT_OF_FILES = frozenset((errno.EMFILE, errno.ENFILE))
+
+
+class Acceptor:
+    """Serves the connections of `listener`, `most` at once, by a protocol of `make` each: a server to uvicorn."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make: Callable[[], BoundedHttpProtocol],
+        *,
+        most: int,
+        certificate: Certificate | None,
+    ) -> None:
+        self._listener = listener
+        self._make = make
+        self._most = most
+        self._certificate = certificate
+        self._loop = asyncio.get_running_loop()
+        self._open: set[BoundedHttpProtocol] = set()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._has_warned = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._run(self._accept())
+        if certificate is not None:
+            self._run(certificate.follow())
+
+    def close(self) -> None:
+        """Accepts no more. Connections that are served go on."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Returns when nothing is accepted any more."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _accept(self) -> None:
+        while True:
+            await self._has_room.wait()
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno in _OUT_OF_FILES:
+                    self._warn("%s, with a limit of %d: new connections wait", error.strerror, limit())
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._begin(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        protocol = self._make()
+        protocol.on_lost = self._left
+        self._open.add(protocol)
+        if len(self._open) >= self._most:
+            self._has_room.clear()
+            self._warn(_FULL, len(self._open), limit())
+        self._run(self._connect(connection, protocol))
+
+    async def _connect(self, connection: socket.socket, protocol: BoundedHttpProtocol) -> None:
+        tls = None if self._certificate is None else self._certificate.context
+        within_s = None if tls is None else HEAD_WITHIN_S
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=within_s
+            )
+        except BaseException as error:
+            self._left(protocol)
+            if not isinstance(error, OSError | asyncio.TimeoutError):  # those: the client left, or speaks no TLS
+                raise
+
+    def _left(self, protocol: BoundedHttpProtocol) -> None:
+        self._open.discard(protocol)
+        if len(self._open) < self._most:
+            self._has_room.set()
+        if len(self._open) <= self._most // 2:
+            self._has_warned = False
+
+    def _warn(self, message: str, *of: object) -> None:
+        """Once, until half of the connections have ended."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(f"{message}; {_REMEDY}", *of, extra={"event": "open_files"})
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+# -- Test for an upstream's address that this process itself listens on.
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def leads_to(url: str, listeners: Sequence[socket.socket]) -> bool:
+    """True if a request to `url` would reach one of `listeners`.
+
+    A name is resolved only where its port is one of theirs. A name that cannot be resolved, and another machine's
+    address that leads back here, are not noticed: there the `via` header shows the loop.
+    """
+    names = [listener.getsockname() for listener in listeners]
+    if (path := socket_path(url)) is not None:
+        return any(isinstance(name, str) and _is_same(path, name) for name in names)
+    parts = urlsplit(url)
+    port = parts.port or _PORTS.get(parts.scheme)
+    own = [name[0] for name in names if not isinstance(name, str) and name[1] == port]
+    if not own:
+        return False
+    try:
+        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_is_reached(str(info[4][0]), listens) for info in found for listens in own)
+
+
+def _is_same(path: str, own: str) -> bool:
+    try:
+        return os.path.samefile(path, own)
+    except OSError:
+        return False
+
+
+def _is_reached(address: str, listens: str) -> bool:
+    if address == listens or ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+        return True
+    return ipaddress.ip_address(listens.partition("%")[0]).is_unspecified and _is_local(address)
+
+
+def _is_local(address: str) -> bool:
+    """True if this machine has the address: only then a socket can be bound to it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
 
 # ALB and nginx close an idle connection after 60 s by default, and must be the first to close it.
 _KEEP_ALIVE_S = 75

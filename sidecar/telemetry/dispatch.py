@@ -13,12 +13,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from opentelemetry.trace import Span
 
 from sidecar.events import Event, Headers, Observation, Received
-from sidecar.telemetry.failures import FirstFailure
 from sidecar.telemetry.logs.request_log import RequestLog
-from sidecar.telemetry.providers import has_no_meter_provider, none_is_set
+from sidecar.telemetry.providers import FirstFailure, has_no_meter_provider, none_is_set
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord
 from sidecar.telemetry.spans.app_trace import AppSpan
-from sidecar.telemetry.spans.open_span import OpenSpan
+from sidecar.telemetry.spans.links import OpenSpan
 from sidecar.telemetry.spans.propagation import client_trace, injected
 from sidecar.telemetry.spans.request_spans import RequestSpans
 from sidecar.telemetry.spans.tracer import RequestTracer, recorded_context

@@ -16,8 +16,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sidecar.admin.routes import HEADERS, PAGE
-from sidecar.admin.stream import OverviewStream
+from sidecar.admin.routes import HEADERS, PAGE, OverviewStream
 from sidecar.cluster.document import Promised, RefusalView, ReplicaView, TenantView
 from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import Amount

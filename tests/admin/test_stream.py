@@ -15,7 +15,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from sidecar.admin.stream import MOST_VIEWERS, OverviewStream
+from sidecar.admin.routes import MOST_VIEWERS, OverviewStream
 from tests.support.serving import serving
 from tests.support.waiting import until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.admission.guard_watch import GuardWatch
+from sidecar.admission.slo import GuardWatch
 from sidecar.policy.compiler import load
 from sidecar.pools import Pool
 from sidecar.pools.guards import GuardFigures

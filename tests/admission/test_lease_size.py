@@ -20,7 +20,7 @@ from sidecar.lengths.lease_size import (
     LeaseSizes,
     LeaseSizesDocument,
 )
-from sidecar.lengths.overlap import WHOLE
+from sidecar.lengths.trust import WHOLE
 from sidecar.payload.decode import decode
 from sidecar.policy.choices import Learn
 from sidecar.policy.rules import Shares, pool_rules

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sidecar.admission.slo_report import SloReport
+from sidecar.admission.slo import SloReport
 from sidecar.engines.watch import EngineState
 from sidecar.events import Obstacle
 from sidecar.policy.compiler import load

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from sidecar import AdmissionMiddleware
-from sidecar.admin import usage_routes
+from sidecar.admin import tenant_routes as usage_routes
 from sidecar.cli import main
 from sidecar.errors import TenantLimit
 from sidecar.policy.model import Policy

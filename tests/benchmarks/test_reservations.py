@@ -14,7 +14,7 @@ from benchmarks.reservations.__main__ import MODES, Case, case, missed, recovery
 from benchmarks.reservations.engine import Hardware
 from benchmarks.reservations.runs import play
 from benchmarks.reservations.traces import CODE, CONV, MOONCAKE, Asked, asked
-from sidecar.lengths.overlap import peak_tokens
+from sidecar.lengths.trust import peak_tokens
 
 pytestmark = pytest.mark.long
 

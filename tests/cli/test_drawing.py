@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from sidecar.cli.drawing import draw
+from sidecar.cli.top import draw
 from sidecar.cluster.document import Overview, RefusalView, ReplicaView, TenantView
 from sidecar.engines.view import Amount
 from sidecar.telemetry.recent import Bucket

@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sidecar.admin.tenant_routes import Tenants
-from sidecar.admin.usage_routes import Usage, UsageRow
+from sidecar.admin.tenant_routes import Tenants, Usage, UsageRow
 from sidecar.policy.compiler import shipped_policies
 from sidecar.tenants.registry import TenantRow
 from tests.admin.test_request_page import story

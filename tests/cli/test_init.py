@@ -21,8 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.cli import main
-from sidecar.cli.init import free_port, write_files
-from sidecar.cli.init_engines import engine_names
+from sidecar.cli.init import engine_names, free_port, write_files
 from sidecar.engines.registry import ENGINES
 from sidecar.policy.choices import Mode
 from sidecar.policy.compiler import load_files, shipped_policies

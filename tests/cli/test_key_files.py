@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sidecar.cli import key_files
+from sidecar.cli import keys as key_files
 from sidecar.policy.compiler import load, load_files
 from tests.policy.files import SMALL, pool, tenant
 from tests.support.each import each

@@ -15,9 +15,8 @@ from sidecar.tools.replay.trace import read_trace
 from sidecar.tools.simulate.baselines import ROUTERS, names
 from sidecar.tools.simulate.figures import judged, result
 from sidecar.tools.simulate.load import Assign, load
-from sidecar.tools.simulate.play import ABANDONED, Played, SimulatedEngines, play
+from sidecar.tools.simulate.play import ABANDONED, Played, SimulatedEngines, VirtualLoop, play
 from sidecar.tools.simulate.product import ProductAdmission
-from sidecar.tools.simulate.virtual_loop import VirtualLoop
 from sidecar.tools.step_model.model import load_model
 from sidecar.tools.step_model.queue import KeyQueue
 from tests.support.in_process import complaint, output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.cluster.doubts import doubts
+from sidecar.cluster.dry_run import doubts
 from sidecar.events import Observed, ShadowHolds, Verdict
 from sidecar.telemetry.dry_run import DryRunCounts
 

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sidecar.cluster.engines import LASTING_S, EngineLists, engine_rows
-from sidecar.cluster.report import EngineReport, ReplicaReport, pack, unpack
+from sidecar.cluster.report import LASTING_S, EngineLists, EngineReport, ReplicaReport, engine_rows, pack, unpack
 from sidecar.engines.view import Amount, EngineDocument
 
 

@@ -17,7 +17,7 @@ from sidecar.cluster import overview as module
 from sidecar.cluster.document import OldestWaiter, Overview, Promised, TenantView
 from sidecar.cluster.overview import PoolOverview
 from sidecar.cluster.report import ReplicaReport, TierWaits, pack
-from sidecar.cluster.sources import Sources
+from sidecar.cluster.sampler import Sources
 from sidecar.engines.view import Amount
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
 from sidecar.policy.choices import Mode

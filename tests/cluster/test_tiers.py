@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sidecar.cluster.document import TierGuard
-from sidecar.cluster.tiers import GuardHistory
+from sidecar.cluster.report import GuardHistory
 from tests.cluster.views import tier
 
 

@@ -16,7 +16,7 @@ from sidecar.cluster.document import (
 )
 from sidecar.cluster.phrases import headline, starving
 from sidecar.engines.view import Amount
-from sidecar.lengths.documents import EngineSizesDocument
+from sidecar.lengths.estimator import EngineSizesDocument
 from sidecar.telemetry.recent import Bucket, Overtakings
 
 AT_S = 1_700_000_003.0

@@ -17,8 +17,7 @@ from sidecar.tools.emulator.dialects.sglang import SglangDialect
 from sidecar.tools.emulator.dialects.tensorrt_llm import TrtllmDialect
 from sidecar.tools.emulator.dialects.vllm import VllmDialect
 from sidecar.tools.emulator.request import read_ask
-from sidecar.tools.step_model.job import Key
-from sidecar.tools.step_model.queue import ORDERS, Rank
+from sidecar.tools.step_model.queue import ORDERS, Key, Rank
 from tests.support.each import each
 
 ENGINES = {

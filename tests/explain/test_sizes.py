@@ -10,8 +10,7 @@ from sidecar.admin.request_page import story_page
 from sidecar.events import Outcome, Settled
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation, RequestFacts, SizeDetails
-from sidecar.explain.sizes import entered, moved
-from sidecar.explain.steps import steps
+from sidecar.explain.steps import entered, moved, steps
 from sidecar.telemetry.journal import Journal
 from tests.support.each import each
 from tests.telemetry.span_stories import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sidecar.fleet.file_discovery import FileDiscovery
+from sidecar.fleet.setup import FileDiscovery
 from sidecar.policy import followed_files
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.fleet import EngineAddress

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from sidecar.fleet.replay_budget import ReplayBudget
+from sidecar.fleet.routing import ReplayBudget
 
 SECOND_US = 1_000_000
 TENTH = Fraction(1, 10)

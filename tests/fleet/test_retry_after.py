@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from sidecar.fleet.retry_after import retry_after_s
+from sidecar.fleet.routing import retry_after_s
 
 NOW = datetime(2026, 11, 22, 12, 0, 0, tzinfo=timezone.utc)
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.gain.ledger import GainLedger
-from sidecar.gain.token_deadlines import Earned, Objective, SloOutcome, TokenDeadlines
+from sidecar.gain.token_deadlines import Earned, GainLedger, Objective, SloOutcome, TokenDeadlines
 
 OBJECTIVE = Objective(ttft_us=1_000, tpot_us=100, weight=4)
 GAPS = st.lists(st.tuples(st.integers(0, 400), st.integers(1, 5)), min_size=1, max_size=40)

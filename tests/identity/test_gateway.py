@@ -13,12 +13,12 @@ from hypothesis import strategies as some
 
 from sidecar.admission.self_view import PATH as SELF
 from sidecar.cli import main
-from sidecar.engines.none import NoPriorityEngine
+from sidecar.engines.registry import NoPriorityEngine
 from sidecar.errors import InvalidApiKey
 from sidecar.events import Classified
 from sidecar.identity.classify import Classifier
 from sidecar.policy.compiler import load
-from sidecar.policy.gateway import GatewayPolicy, read_network
+from sidecar.policy.identity import GatewayPolicy, read_network
 from sidecar.policy.problems import PolicyError
 from tests.support.each import each
 from tests.support.in_process import output

@@ -6,7 +6,7 @@ from typing import Any
 
 from sidecar.pools import calls
 from sidecar.pools.calls import Call
-from sidecar.pools.row import Row, sum_cells
+from sidecar.pools.known_pool import Row, sum_cells
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.engines import ScheduledEngine
 from sidecar.scheduling.preemption import Returnable, Shortage, leases_to_take_back

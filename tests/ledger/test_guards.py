@@ -12,7 +12,7 @@ from sidecar.pools.calls import PPM, Bid, Call, Cell, GuardDecided, Reply, SloSe
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, MemberMode
-from sidecar.scheduling.guarded import GuardedTier
+from sidecar.scheduling.guard import GuardedTier
 from sidecar.scheduling.tickets import Ticket
 from tests.ledger.stored_ledger import Both, StoredLedger
 

@@ -8,8 +8,8 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.lengths import buckets
-from sidecar.lengths.buckets import bucket_for
+from sidecar.lengths import estimator as buckets
+from sidecar.lengths.estimator import bucket_for
 from sidecar.payload.traits import EFFORTS, NO_TRAITS, Traits
 
 BUCKETS = [

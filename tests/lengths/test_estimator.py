@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from sidecar.lengths import estimator as module
 from sidecar.lengths import histogram as histogram_module
-from sidecar.lengths.buckets import LengthKey
 from sidecar.lengths.estimator import (
     ENDPOINTS_REMEMBERED,
     ENOUGH,
@@ -23,9 +22,9 @@ from sidecar.lengths.estimator import (
     EstimateSource,
     KnownLengths,
     LengthEstimator,
+    LengthKey,
 )
-from sidecar.lengths.histogram import LONGEST, Survival
-from sidecar.lengths.median import FEWEST_TENANTS, MOST_VOTERS
+from sidecar.lengths.histogram import FEWEST_TENANTS, LONGEST, MOST_VOTERS, Survival
 from tests.lengths import literal
 from tests.lengths.literal import Sample
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.lengths.output_ratios import LONGEST_MODEL_NAME, MOST_KEPT, MOST_TOKENS_PER_EVENT, OutputRatios
+from sidecar.lengths.histogram import LONGEST_MODEL_NAME, MOST_KEPT, MOST_TOKENS_PER_EVENT, OutputRatios
 
 
 def test_one_token_an_event_counts_so_however_long_its_text_is() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sidecar.lengths.overlap import STALE_SHARE, WHOLE, Overlap, peak_tokens
+from sidecar.lengths.trust import STALE_SHARE, WHOLE, Overlap, peak_tokens
 from tests.lengths import literal
 from tests.support.examples import examples
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.policy import followed_hours
+from sidecar.policy import reload as followed_hours
 from sidecar.policy.choices import Mode
 from sidecar.policy.compiler import load
-from sidecar.policy.followed_hours import FollowedHours
 from sidecar.policy.model import Policy
+from sidecar.policy.reload import FollowedHours
 from tests.policy.files import SMALL, pool
 from tests.support.each import each
 

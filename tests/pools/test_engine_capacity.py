@@ -247,7 +247,7 @@ async def test_what_waits_for_a_moment_only_stops_no_one() -> None:
 
 
 async def test_an_engine_that_is_lost_while_it_was_full_stops_no_one_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidecar.pools.engine_size.HELD_BACK_S", 0.2)
+    monkeypatch.setattr("sidecar.pools.engine_reports.HELD_BACK_S", 0.2)
     engine = Engine()
     async with following(engine, policy_of(waiting=0)) as pool:
         await pool.enter(ask())

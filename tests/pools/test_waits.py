@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sidecar.errors import StoreUnavailable
 from sidecar.pools import Lease, Pool
 from sidecar.pools.elsewhere import ServedElsewhere
-from sidecar.pools.ledger_rules import new_ticket
-from sidecar.pools.waits import Waits
+from sidecar.pools.ledger_link import new_ticket
+from sidecar.pools.pool_requests import Waits
 from tests.pools.harness import Clock, Harness, ask, simple
 
 EVENTS = st.sampled_from(["come", "admit", "leave", "back", "taken", "told", "again"])

@@ -16,8 +16,7 @@ from sidecar.policy.tenant import Account, Limits
 from sidecar.pools import Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 from sidecar.pools.guards import GuardFigures
-from sidecar.pools.stats import TierUsage
-from sidecar.pools.wanted import SMOOTHED_OVER_US, Demand, SmoothedDemand, demand
+from sidecar.pools.stats import SMOOTHED_OVER_US, Demand, SmoothedDemand, TierUsage, demand
 from tests.pools.harness import Clock, ask, policy_of, simple
 from tests.support.each import each
 

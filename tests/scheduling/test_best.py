@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.scheduling.best import BestByGain
-from sidecar.scheduling.queue import FairQueue
+from sidecar.scheduling.queue import BestByGain, FairQueue
 from sidecar.scheduling.tickets import MOST_OF_GAIN, Ticket, TicketGain
 
 SECOND = 1_000_000

@@ -16,7 +16,7 @@ from sidecar.scheduling import scheduler as module
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, plus, within
 from sidecar.scheduling.engines import Gone, ScheduledEngine
 from sidecar.scheduling.figures import Rules, figures_for
-from sidecar.scheduling.guarded import GuardedTier, Guards
+from sidecar.scheduling.guard import GuardedTier, Guards
 from sidecar.scheduling.preemption import _Search
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.scheduler import FIRST, INSIDE, LINE, OTHER, TURN, Scheduler

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from sidecar.server import acceptor, http_protocol, open_files
+from sidecar.server import http_protocol, open_files
+from sidecar.server import server as acceptor
 from sidecar.server.certificate import Certificate, new_certificate
 from sidecar.server.listeners import listening
 from sidecar.server.server import End, Server, run

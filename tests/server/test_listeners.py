@@ -11,7 +11,7 @@ import pytest
 
 from sidecar.server import CannotServe
 from sidecar.server.listeners import listening, socket_address
-from sidecar.server.own_address import leads_to
+from sidecar.server.server import leads_to
 
 
 def test_a_sockets_file_is_for_all_and_is_removed_at_the_end(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import pytest
 
 from sidecar.events import Admitted, Classified, Observed, Verdict
 from sidecar.telemetry.dispatch import Fanout
-from sidecar.telemetry.logs.flood import LINES_PER_S
 from sidecar.telemetry.logs.formats import JsonFormatter
-from sidecar.telemetry.logs.request_log import RequestLog
+from sidecar.telemetry.logs.request_log import LINES_PER_S, RequestLog
 from tests.telemetry.measuring import Measuring
 from tests.telemetry.span_stories import Tracing, begin, received, settled
 

@@ -38,11 +38,9 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.telemetry.dispatch import EventDispatcher
-from sidecar.telemetry.logs.flood import FloodGuard
 from sidecar.telemetry.logs.formats import JsonFormatter, TextFormatter
-from sidecar.telemetry.logs.request_log import AccessLog, RequestLog, access_log
-from sidecar.telemetry.logs.setup import LogSettings, log_settings, mounted_logging, own_logging
-from sidecar.telemetry.logs.writer import LineWriter
+from sidecar.telemetry.logs.request_log import AccessLog, FloodGuard, RequestLog, access_log
+from sidecar.telemetry.logs.setup import LineWriter, LogSettings, log_settings, mounted_logging, own_logging
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.middleware import CHAT, KEYS, App, Guarded, chat, key, monitor, policy, write_policy
 from tests.support.serving import serving
@@ -381,7 +379,7 @@ def test_a_message_of_anybody_that_is_said_too_often_is_counted_too() -> None:
 STALLED = """
 import logging, sys, threading, time
 from sidecar.telemetry.logs.setup import LogSettings, own_logging
-from sidecar.telemetry.logs.writer import LineWriter
+from sidecar.telemetry.logs.setup import LineWriter
 
 if {blocks}:
     LineWriter.emit = logging.StreamHandler.emit

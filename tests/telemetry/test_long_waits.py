@@ -9,8 +9,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.spans.links import WaitFinder
-from sidecar.telemetry.spans.long_waits import MOST_AT_ONCE, PAUSE_S, LongWaits
+from sidecar.telemetry.spans.links import MOST_AT_ONCE, PAUSE_S, LongWaits, WaitFinder
 from tests.support.virtual_time import run_virtually, virtual_now_us
 from tests.telemetry.span_stories import ARRIVAL_NS, Tracing, interval, parent_id, span_id
 

@@ -8,7 +8,7 @@ import pytest
 from sidecar.cluster.document import OldestWaiter, PoolFigures, Promised, TierGuard, TierShare, TierWaits
 from sidecar.cluster.sampler import KINDS
 from sidecar.engines.view import Amount
-from sidecar.lengths.documents import EngineSizesDocument
+from sidecar.lengths.estimator import EngineSizesDocument
 from sidecar.telemetry.metrics import PoolMetrics, instruments
 from tests.telemetry.measuring import Measuring
 

@@ -13,7 +13,7 @@ from opentelemetry.trace import SpanContext
 
 from sidecar.events import FirstByte, Outcome, Settled
 from sidecar.telemetry.metrics.histograms import ROUND_TRIPS, WAITS
-from sidecar.telemetry.metrics.store import StoreMetrics
+from sidecar.telemetry.metrics.instruments import StoreMetrics
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from tests.telemetry.measuring import BrokenProvider, Measuring
 from tests.telemetry.span_stories import (
@@ -37,7 +37,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from tests.telemetry.span_stories import begin, admitted, classified, received
 from sidecar.events import StoreChanged, StoreState
 from sidecar.telemetry.metrics import RequestMetrics
-from sidecar.telemetry.metrics.store import StoreMetrics
+from sidecar.telemetry.metrics.instruments import StoreMetrics
 
 before, stored = RequestMetrics("before"), StoreMetrics("before")
 for event in (classified(), admitted()):

@@ -202,12 +202,12 @@ def test_a_process_without_tracing_tells_its_listeners_of_the_clients_trace() ->
 def test_a_propagator_that_is_not_installed_is_left_out_with_a_warning(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_PROPAGATORS", "jaeger, tracecontext,nonsense")
     monkeypatch.delattr(opentelemetry, "propagate")  # imported anew here, and put back
-    for module in ("opentelemetry.propagate", "sidecar.telemetry.spans.propagators"):
+    for module in ("opentelemetry.propagate", "sidecar.telemetry.spans.propagation"):
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises(ValueError, match="jaeger not found"):  # no workaround is needed where this warns
         import_module("opentelemetry.propagate")
 
-    usable = import_module("sidecar.telemetry.spans.propagators").propagate
+    usable = import_module("sidecar.telemetry.spans.propagation").propagate
 
     assert [type(part) for part in usable.get_global_textmap()._propagators] == [TraceContextTextMapPropagator]
     (said,) = caplog.messages

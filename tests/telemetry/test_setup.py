@@ -19,7 +19,7 @@ INSTALL = """
 from tests.telemetry.span_stories import begin, admitted, classified, first_byte, received, settled
 from sidecar.events import StoreChanged, StoreState
 from sidecar.telemetry.dispatch import EventDispatcher
-from sidecar.telemetry.metrics.store import StoreMetrics
+from sidecar.telemetry.metrics.instruments import StoreMetrics
 from sidecar.telemetry.setup import configure_from_environment
 from sidecar.telemetry.spans.tracer import RequestTracer
 
@@ -39,7 +39,7 @@ store(StoreChanged(1, StoreState.SHARED, "reached"))
 NO_SDK = """
 import sys
 from sidecar.telemetry.dispatch import EventDispatcher
-from sidecar.telemetry.metrics.store import StoreMetrics
+from sidecar.telemetry.metrics.instruments import StoreMetrics
 from sidecar.telemetry.setup import configure_from_environment
 from sidecar.telemetry.spans.tracer import RequestTracer
 

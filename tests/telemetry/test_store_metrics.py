@@ -7,7 +7,7 @@ from opentelemetry import metrics
 from sidecar.events import StoreChanged, StoreState
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.pools import Ask
-from sidecar.telemetry.metrics.store import StoreMetrics
+from sidecar.telemetry.metrics.instruments import StoreMetrics
 from tests.support.shared_pools import begun_store, shared_pool
 from tests.telemetry import measuring as measuring_sdk
 
@@ -62,7 +62,7 @@ def test_a_broken_sdk_never_raises_and_is_logged_once(caplog, provider):
         store(changed(state))
 
     (record,) = caplog.records
-    assert record.name == "sidecar.telemetry.metrics.store"
+    assert record.name == "sidecar.telemetry.metrics.instruments"
     assert "store metrics failed" in record.message
     assert record.exc_info is not None
 

@@ -31,7 +31,7 @@ Rules for its shadow (`shadow`):
 7. Where its tier has `hold`, and its answer streams, the pool is told whether it would have met the SLO: by its own
    first byte, and by the time that it generates. So the pool decides as it would when enforcing.
 
-Limits of the dry run. The report says where it finds one of the first four (`sidecar.cluster.doubts`):
+Limits of the dry run. The report says where it finds one of the first four (`sidecar.cluster.dry_run`):
 
 - It cannot know that a client sends its next request later because this one had to wait: the clients' requests are
   taken as they come. Nor does a refused client try again.
@@ -59,7 +59,7 @@ from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.handover import WRITE_KEY
 from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.responses import differences, id_headers, request_id
-from sidecar.admission.slo_report import SloReport
+from sidecar.admission.slo import SloReport
 from sidecar.admission.usage import UsageReader
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable

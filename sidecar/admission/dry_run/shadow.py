@@ -19,7 +19,7 @@ import msgspec
 
 from sidecar.admission.intake import SizedRequest, counted, sized_for
 from sidecar.admission.policy_snapshot import PolicySnapshot
-from sidecar.admission.slo_follower import SloFollower
+from sidecar.admission.slo import SloFollower
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
 from sidecar.errors import AdmissionError

@@ -11,7 +11,7 @@ from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan
 
 from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.semconv import ADMISSION_DECISION, ADMISSION_TIER
-from sidecar.telemetry.spans.open_span import SPAN_KEY
+from sidecar.telemetry.spans.links import SPAN_KEY
 from sidecar.version import __version__
 
 WAITS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600)

@@ -10,7 +10,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span
 from starlette.types import Message, Send
 
-from sidecar.telemetry.spans.open_span import SPAN_KEY
+from sidecar.telemetry.spans.links import SPAN_KEY
 
 APP_TRACE: Final = otel_context.create_key("admission-app-trace")
 """In a context: the `AppSpan` of the app's call that it belongs to."""

@@ -5,19 +5,63 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from importlib.metadata import entry_points
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.environment_variables import OTEL_PROPAGATORS
 from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
 from opentelemetry.trace import Span, SpanContext, SpanKind
 
 from sidecar.events import Headers, Received
 from sidecar.telemetry.spans.app_trace import is_inherited
-from sidecar.telemetry.spans.open_span import SPAN_KEY
-from sidecar.telemetry.spans.propagators import propagate
+from sidecar.telemetry.spans.links import SPAN_KEY
+
+# -- OpenTelemetry's propagators, without the names of `OTEL_PROPAGATORS` that cannot be had.
+#
+# The specification of that variable wants a warning for an unknown name. The API raises while
+# `opentelemetry.propagate` is imported (`_load_propagators`, 1.45), and no process with such a name would start.
+
+_log = logging.getLogger("sidecar.telemetry")
+
+
+@contextmanager
+def _usable_names() -> Iterator[None]:
+    """The variable has only names that can be had, while the block runs. Logs the others."""
+    written = os.environ[OTEL_PROPAGATORS]
+    names = [name.strip() for name in written.split(",")]
+    kept = [name for name in names if _can_be_had(name)]
+    left_out = ", ".join(name for name in names if name not in kept)
+    message = "%s: %s is not installed, and is left out; in force: %s"
+    _log.warning(message, OTEL_PROPAGATORS, left_out, ", ".join(kept) or "none", extra={"event": "propagator_unknown"})
+    os.environ[OTEL_PROPAGATORS] = ",".join(kept) or "none"
+    try:
+        yield
+    finally:
+        os.environ[OTEL_PROPAGATORS] = written
+
+
+def _can_be_had(name: str) -> bool:
+    try:
+        return any(found.load()() for found in entry_points(group="opentelemetry_propagator", name=name))
+    except Exception:
+        return False
+
+
+try:
+    from opentelemetry import propagate
+except Exception:  # whatever a propagator raises
+    with _usable_names():
+        from opentelemetry import propagate
+
+__all__ = ["propagate"]
 
 
 class _HeaderGetter(Getter[Headers]):

@@ -37,9 +37,7 @@ from sidecar.telemetry.request_record import (
     failure_description,
 )
 from sidecar.telemetry.spans.app_trace import AppSpan
-from sidecar.telemetry.spans.links import FindLinks, WaitLinks
-from sidecar.telemetry.spans.long_waits import LongWaits, SoFar
-from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
+from sidecar.telemetry.spans.links import Attributes, FindLinks, LongWaits, Moment, OpenSpan, SoFar, WaitLinks
 
 CLIENTS_ERRORS = 400
 SERVERS_ERRORS = 500

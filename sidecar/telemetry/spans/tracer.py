@@ -24,12 +24,9 @@ from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvi
 
 from sidecar.events import Received
 from sidecar.telemetry import semconv
-from sidecar.telemetry.failures import FirstFailure
-from sidecar.telemetry.providers import no_tracers_are_set
+from sidecar.telemetry.providers import FirstFailure, no_tracers_are_set
 from sidecar.telemetry.request_record import RequestRecord
-from sidecar.telemetry.spans.links import FindLinks
-from sidecar.telemetry.spans.long_waits import LongWaits
-from sidecar.telemetry.spans.open_span import Attributes, OpenSpan
+from sidecar.telemetry.spans.links import Attributes, FindLinks, LongWaits, OpenSpan
 from sidecar.telemetry.spans.propagation import parent_for
 from sidecar.telemetry.spans.request_spans import RequestSpans, SpanSettings
 from sidecar.version import __version__

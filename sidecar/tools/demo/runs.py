@@ -25,8 +25,7 @@ from sidecar.events import StoreState
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE, StoreAddress, store_address
-from sidecar.tools.demo.clients import Arrival, ArrivalStream, Asking, planned
-from sidecar.tools.demo.figures import RunMeasurement, measure
+from sidecar.tools.demo.figures import Arrival, ArrivalStream, Asking, RunMeasurement, measure, planned
 from sidecar.tools.emulator.app import LOG_PATH
 from sidecar.tools.emulator.generation import ServedGeneration
 from sidecar.tools.loadgen import Progress, play

@@ -16,8 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sidecar.policy.compiler import load
-from sidecar.tools.demo.clients import Arrival, ArrivalStream, planned
-from sidecar.tools.demo.figures import Distribution, distribution
+from sidecar.tools.demo.figures import Arrival, ArrivalStream, Distribution, distribution, planned
 from sidecar.tools.demo.runs import Ports, commands, engine_flags, sidecar_flags
 from sidecar.tools.loadgen import Progress, Seen, play
 from sidecar.tools.text import table

@@ -18,9 +18,8 @@ from sidecar.engines import Engine
 from sidecar.engines.base import Gauges
 from sidecar.engines.pages import Pages, Unread
 from sidecar.tools.doctor.judgment import FEWEST, Judgment, ServedRequest, judge
-from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField
 from sidecar.tools.doctor.recommendation import Queueing
-from sidecar.tools.doctor.target import Clock, ExaminedServer
+from sidecar.tools.doctor.target import LEVELS, Clock, ExaminedServer, PriorityField
 from sidecar.tools.loadgen import Planned, Seen, most_at_once
 
 LONGEST_PART = 0.5

@@ -14,10 +14,10 @@ from sidecar.engines import Engine
 from sidecar.engines.base import Facts
 from sidecar.tools.doctor.burst import Burst, seems_switched_off
 from sidecar.tools.doctor.judgment import Effect, Judgment
-from sidecar.tools.doctor.priority_fields import PriorityField
 from sidecar.tools.doctor.probe import Check, Probed
 from sidecar.tools.doctor.recommendation import Queueing
 from sidecar.tools.doctor.survey import Survey
+from sidecar.tools.doctor.target import PriorityField
 
 SEEN = (Effect.BY_PRIORITY, Effect.INVERTED)
 """Effects that show that the field arrives and is used."""

@@ -17,12 +17,10 @@ from sidecar.server.unix_address import connector_to
 from sidecar.tools.doctor import probe as sizing
 from sidecar.tools.doctor.burst import Burst
 from sidecar.tools.doctor.conditions import Condition, ConditionState, conditions, is_before, read_only
-from sidecar.tools.doctor.idle_speed import PROMPT_TOKENS, measured, recommended_slo
-from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField, sidecar_tier, ways_to
-from sidecar.tools.doctor.probe import Probe, Probed, Say
+from sidecar.tools.doctor.probe import PROMPT_TOKENS, Probe, Probed, Say, measured, recommended_slo
 from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recommend
 from sidecar.tools.doctor.survey import Survey, survey
-from sidecar.tools.doctor.target import Clock, ExaminedServer
+from sidecar.tools.doctor.target import LEVELS, Clock, ExaminedServer, PriorityField, sidecar_tier, ways_to
 from sidecar.tools.loadgen.pages import HttpPages
 
 

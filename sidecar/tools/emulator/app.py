@@ -17,7 +17,8 @@ from starlette.types import Lifespan, Receive, Scope, Send
 
 from sidecar.apis import Api
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
-from sidecar.tools.emulator import background, engine_pages
+from sidecar.tools.emulator import endpoint as background
+from sidecar.tools.emulator import engine_pages
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect
 from sidecar.tools.emulator.dialects.dynamo import DynamoDialect

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from sidecar.tools.emulator.dialects.base import CachedPrompt, Dialect, EngineRefusal
 from sidecar.tools.emulator.prompt_blocks import PromptChain
 from sidecar.tools.emulator.request import EngineRequest
-from sidecar.tools.step_model.job import Job
 from sidecar.tools.step_model.kv_cache import BlockHash
-from sidecar.tools.step_model.queue import Rank
+from sidecar.tools.step_model.queue import Job, Rank
 
 _WORDS = " the quick brown fox jumps over a lazy dog while seven engines wait for tokens and none starves in the queue"
 WORDS = tuple(f" {word}".encode() for word in _WORDS.split())

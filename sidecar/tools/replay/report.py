@@ -9,7 +9,6 @@ from itertools import accumulate
 
 from sidecar.templates import render
 from sidecar.tools.loadgen import Seen
-from sidecar.tools.replay.comparison import Comparison, verdict
 from sidecar.tools.replay.run import ReplayedTrace
 from sidecar.tools.replay.table import (
     COLUMNS,
@@ -17,10 +16,12 @@ from sidecar.tools.replay.table import (
     COMPARED_GROUPS,
     GROUPS,
     SIDE_BY_SIDE,
+    Comparison,
     cells,
     compared_cells,
     labels,
     sentences,
+    verdict,
 )
 
 BINS = 200

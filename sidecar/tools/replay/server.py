@@ -18,7 +18,7 @@ from sidecar.apis import Api
 from sidecar.engines.discovery import Identity, identify_by_models
 from sidecar.engines.pages import Page
 from sidecar.errors import CapacityUnknown, Draining, InvalidApiKey, InvalidBody, StoreUnavailable
-from sidecar.tools.loadgen.answer import read_problem
+from sidecar.tools.loadgen.connection import read_problem
 from sidecar.tools.loadgen.pages import why_not
 
 PATHS = {Api.CHAT: "/v1/chat/completions", Api.COMPLETIONS: "/v1/completions"}

@@ -17,9 +17,8 @@ from sidecar.tools.replay.trace import Trace
 from sidecar.tools.simulate.baselines import BaselineAdmission, new_queue
 from sidecar.tools.simulate.figures import RunResult, result
 from sidecar.tools.simulate.load import Assign, Request, load
-from sidecar.tools.simulate.play import SimulatedAdmission, SimulatedEngines, play
+from sidecar.tools.simulate.play import SimulatedAdmission, SimulatedEngines, VirtualLoop, play
 from sidecar.tools.simulate.product import ProductAdmission
-from sidecar.tools.simulate.virtual_loop import VirtualLoop
 from sidecar.tools.step_model.model import EngineModel
 from sidecar.tools.step_model.queue import KeyQueue
 

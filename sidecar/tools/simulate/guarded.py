@@ -13,12 +13,12 @@ from functools import partial
 import msgspec
 
 from sidecar.admission.policy_snapshot import objective_for
-from sidecar.admission.slo_follower import SloFollower
+from sidecar.admission.slo import SloFollower
 from sidecar.gain.token_deadlines import Objective
 from sidecar.policy.model import Policy
 from sidecar.policy.tier import Tier
 from sidecar.pools import Pool
-from sidecar.scheduling.guarded import DECIDE_EVERY_US
+from sidecar.scheduling.guard import DECIDE_EVERY_US
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import SimulatedEngines
 

@@ -15,8 +15,8 @@ from itertools import accumulate
 
 from sidecar.tools.replay.plan import Sizing, assign, rounding_s, schedule
 from sidecar.tools.replay.trace import BLOCK_TOKENS, BadTrace, Trace, TraceRow
-from sidecar.tools.step_model.job import Job
 from sidecar.tools.step_model.kv_cache import BlockHash
+from sidecar.tools.step_model.queue import Job
 
 TENANTS = 20
 

@@ -24,8 +24,7 @@ from sidecar.tools.doctor.speed_probe import FEWEST_TOKENS, SpeedProbe
 from sidecar.tools.loadgen import Seen, most_at_once, quantile
 from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import SimulatedEngines, play
-from sidecar.tools.simulate.virtual_loop import VirtualLoop
+from sidecar.tools.simulate.play import SimulatedEngines, VirtualLoop, play
 from sidecar.tools.step_model.model import EngineModel
 
 CHUNKS = (256, 512, 1_024, 2_048, 4_096, 8_192, 16_384)

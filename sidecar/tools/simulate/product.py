@@ -20,7 +20,7 @@ from sidecar.admission.intake import SizedRequest, sized_for
 from sidecar.admission.model_names import ModelNames
 from sidecar.admission.policy_snapshot import objective_for
 from sidecar.admission.request_gain import GainMeter
-from sidecar.admission.slo_follower import SloFollower
+from sidecar.admission.slo import SloFollower
 from sidecar.admission.turn import EndCause, Turn, TurnEnded, TurnUser
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api

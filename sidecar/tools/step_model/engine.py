@@ -26,10 +26,9 @@ from heapq import heappop, heappush
 from itertools import chain
 from typing import Generic
 
-from sidecar.tools.step_model.job import J
 from sidecar.tools.step_model.kv_cache import KvCache
 from sidecar.tools.step_model.model import EngineModel
-from sidecar.tools.step_model.queue import JobQueue
+from sidecar.tools.step_model.queue import J, JobQueue
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from sidecar.admission.dry_run.arrivals import Arrivals
-from sidecar.cluster.doubts import FEWEST_ARRIVALS, MOST_BY_CHANCE
+from sidecar.admission.dry_run.engine_times import Arrivals
+from sidecar.cluster.dry_run import FEWEST_ARRIVALS, MOST_BY_CHANCE
 
 
 def played(arrivals_us: list[int], lasts_us: int) -> Arrivals:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks import observe
-from sidecar.cluster.doubts import doubts
+from sidecar.cluster.dry_run import doubts
 from sidecar.engines import ENGINES
 from sidecar.policy import compiler
 from sidecar.policy.model import Policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sidecar.policy.compiler import load, shipped_policies
-from sidecar.tools.demo.clients import STREAMS, arrivals
+from sidecar.tools.demo.figures import STREAMS, arrivals
 
 
 def test_one_seed_gives_one_sequence_and_another_seed_another() -> None:

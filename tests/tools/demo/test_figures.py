@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sidecar.tools.demo.clients import Arrival, ArrivalStream
-from sidecar.tools.demo.figures import RunMeasurement, measure
+from sidecar.tools.demo.figures import Arrival, ArrivalStream, RunMeasurement, measure
 from sidecar.tools.emulator.generation import ServedGeneration
 from sidecar.tools.loadgen import Planned, Seen
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.policy.compiler import load
-from sidecar.tools.demo.clients import Arrival, ArrivalStream
+from sidecar.tools.demo.figures import Arrival, ArrivalStream
 from sidecar.tools.demo.slo import (
     BATCH,
     FREE,

@@ -10,7 +10,7 @@ import yaml
 from sidecar.policy.compiler import load
 from sidecar.tools.doctor import burst, probe
 from sidecar.tools.doctor.examination import Options, examine
-from sidecar.tools.doctor.idle_speed import IdleSpeed, measured, predicted, promise, recommended_slo
+from sidecar.tools.doctor.probe import IdleSpeed, measured, predicted, promise, recommended_slo
 from sidecar.tools.doctor.report import figures, report
 from sidecar.tools.loadgen import Planned, Seen
 from sidecar.tools.step_model.model import EngineModel

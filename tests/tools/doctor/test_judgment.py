@@ -9,7 +9,7 @@ import pytest
 
 from sidecar.tools.doctor.burst import BurstPlan
 from sidecar.tools.doctor.judgment import Effect, Judgment, ServedRequest, judge
-from sidecar.tools.doctor.priority_fields import LEVELS
+from sidecar.tools.doctor.target import LEVELS
 
 
 def served(order: list[tuple[int, int]]) -> Judgment:

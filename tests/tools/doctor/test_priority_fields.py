@@ -9,8 +9,7 @@ import pytest
 from sidecar.apis import Api
 from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.engines.base import Carrier
-from sidecar.tools.doctor.priority_fields import levels_sent, ways_to
-from sidecar.tools.doctor.target import ExaminedServer
+from sidecar.tools.doctor.target import ExaminedServer, levels_sent, ways_to
 from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
 
 

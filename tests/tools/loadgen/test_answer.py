@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.tools.loadgen.answer import MOST_BYTES, ClientAnswer, read_problem
+from sidecar.tools.loadgen.connection import MOST_BYTES, ClientAnswer, read_problem
 
 STREAM = {"content-type": "text/event-stream; charset=utf-8"}
 JSON = {"content-type": "application/json"}

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from sidecar.gain.token_deadlines import Objective
-from sidecar.tools.replay.figures import RunFigures, measure
-from sidecar.tools.replay.objectives import lines
+from sidecar.tools.replay.figures import RunFigures, lines, measure
 from sidecar.tools.replay.table import table
 from tests.tools.replay.seen import TIERS, seen
 

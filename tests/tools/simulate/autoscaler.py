@@ -21,7 +21,7 @@ import yaml
 
 from sidecar.policy.model import Policy
 from sidecar.pools.engines import EngineOffer
-from sidecar.pools.wanted import SmoothedDemand
+from sidecar.pools.stats import SmoothedDemand
 from sidecar.tools.simulate.play import SimulatedEngines
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.step_model.engine import StepEngine

@@ -13,8 +13,7 @@ import pytest
 from sidecar.policy.compiler import load
 from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import SimulatedEngines, play
-from sidecar.tools.simulate.virtual_loop import VirtualLoop
+from sidecar.tools.simulate.play import SimulatedEngines, VirtualLoop, play
 from sidecar.tools.step_model.model import EngineModel
 from tests.tools.simulate.autoscaler import Autoscaler, Scaling, of_the_example
 

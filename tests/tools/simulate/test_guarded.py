@@ -18,9 +18,8 @@ from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.figures import judged
 from sidecar.tools.simulate.guarded import GuardResult
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import ABANDONED, Played, SimulatedEngines, play
+from sidecar.tools.simulate.play import ABANDONED, Played, SimulatedEngines, VirtualLoop, play
 from sidecar.tools.simulate.product import ProductAdmission
-from sidecar.tools.simulate.virtual_loop import VirtualLoop
 from sidecar.tools.step_model.model import EngineModel
 
 MODEL = EngineModel(

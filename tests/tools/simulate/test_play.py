@@ -7,8 +7,7 @@ from itertools import pairwise
 
 from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import SimulatedEngines, play
-from sidecar.tools.simulate.virtual_loop import VirtualLoop
+from sidecar.tools.simulate.play import SimulatedEngines, VirtualLoop, play
 from sidecar.tools.step_model.model import EngineModel
 
 EVERY = 10

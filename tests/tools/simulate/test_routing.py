@@ -10,8 +10,8 @@ import pytest
 from benchmarks.fleet_routers.cache_aware import CacheAware as OnText
 from benchmarks.fleet_routers.rule import Request as Sent
 from sidecar.tools.replay.trace import TraceRow
+from sidecar.tools.simulate.baselines import CacheAware, FewestRequests, LeastRequests, RoundRobin
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.routing import CacheAware, FewestRequests, LeastRequests, RoundRobin
 
 
 def request(blocks: Sequence[bytes] = (), tokens: int | None = None) -> Request:

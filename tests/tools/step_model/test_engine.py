@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.tools.step_model.engine import StepEngine
-from sidecar.tools.step_model.job import Job
 from sidecar.tools.step_model.kv_cache import KvCache
 from sidecar.tools.step_model.model import EngineModel
-from sidecar.tools.step_model.queue import KeyQueue
+from sidecar.tools.step_model.queue import Job, KeyQueue
 
 Engine: TypeAlias = StepEngine[Job]
 MODEL = EngineModel(

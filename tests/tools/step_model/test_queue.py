@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.tools.step_model.job import Job
 from sidecar.tools.step_model.queue import (
+    Job,
     KeyQueue,
     Order,
     Rank,
