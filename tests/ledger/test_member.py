@@ -206,7 +206,9 @@ def _difference_of_the_fast_path(program: dict[str, Any], luck: random.Random) -
         if _play(judge, fast, step, now):
             slow.do(step, now)
         answers = [(judge.dispatch(now), sorted(judge.preempt(now)))]
-        answers += [(admitted, sorted(chosen)) for admitted, chosen in (fast.call(now), slow.call(now))]
+        is_decided = step["do"] == "guard"  # by the program: no replica knows that its next call has that to say
+        called = [one.pump(now) if is_decided else one.call(now) for one in (fast, slow)]
+        answers += [(admitted, sorted(chosen)) for admitted, chosen in called]
         if answers[0] != answers[1] or answers[1] != answers[2] or _sums(fast) != _sums(slow):
             return f"{program['name']}, step {number} {step} at {now}: {answers}, {_sums(fast)}, {_sums(slow)}"
     return None
