@@ -26,10 +26,10 @@ from sidecar.policy.declared import figures as as_figures
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.store import STORE_VARIABLE
 from sidecar.policy.tenant import RateLimits, Tenant, Users
 from sidecar.policy.warnings import NOMINAL, warnings
-from sidecar.pools.size_limits import SizeLimits
 from sidecar.tools.text import table
 
 EXAMPLE = """  sidecar check policies/

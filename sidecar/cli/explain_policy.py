@@ -49,11 +49,11 @@ from sidecar.policy.endpoint import Endpoint
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tenant import Tenant
 from sidecar.policy.tenant_keys import digest
 from sidecar.pools import Pool
 from sidecar.pools.base import monotonic_us
-from sidecar.pools.size_limits import SizeLimits
 
 SMALLEST = {
     Api.CHAT: b'{"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}',

@@ -15,10 +15,10 @@ from sidecar.events import Grant, Obstacle, Placed
 from sidecar.policy.choices import Mode
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Clock, monotonic_us
 from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader, Size, warn_of_unbounded
 from sidecar.pools.engines import EngineFigures, EngineOffer, name_and_incarnation, sum_offers
-from sidecar.pools.size_limits import SizeLimits
 from sidecar.pools.stats import ALONE, bounded
 from sidecar.scheduling.amounts import minus
 from sidecar.scheduling.reports import Found

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits, StoreUnavailable, TenantLimit
+from sidecar.policy.size_limits import SizeLimits, requests_text
 from sidecar.policy.tenant import Account, account_text
 from sidecar.pools.base import Ask
 from sidecar.pools.calls import HEARTBEAT_US, Metered
 from sidecar.pools.meter import Judged
-from sidecar.pools.size_limits import SizeLimits, requests_text
 from sidecar.scheduling.rate_limit import UNIT, Limit
 
 

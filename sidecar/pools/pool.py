@@ -13,6 +13,7 @@ from sidecar.events import StoreObserver
 from sidecar.policy.choices import StoreLoss
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Clock, Lease, WaitOutcome, monotonic_us
 from sidecar.pools.calls import Cap, Drain, EngineView, Reply, WakeUp
 from sidecar.pools.engine_reports import EngineSize, change_sizes, found_by, placed
@@ -24,7 +25,6 @@ from sidecar.pools.member_events import Entered, MemberMode, TakeBack
 from sidecar.pools.meter import Judged
 from sidecar.pools.pool_figures import ReportedPool
 from sidecar.pools.pool_requests import PoolRequests
-from sidecar.pools.size_limits import SizeLimits
 from sidecar.pools.store_watch import Alarm, Elsewhere, StoreWatch
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter

@@ -11,6 +11,7 @@ from itertools import count
 from sidecar.errors import RemainingLimits
 from sidecar.events import Grant, Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.tenant import Account, RateLimits
 from sidecar.pools.base import Ask, Clock, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.engine_reports import EngineSize, engine_figures, engine_obstacle, engine_state
@@ -22,7 +23,6 @@ from sidecar.pools.member import Member
 from sidecar.pools.member_events import MemberMode
 from sidecar.pools.meter import Judged
 from sidecar.pools.pool_requests import PoolRequests
-from sidecar.pools.size_limits import SizeLimits
 from sidecar.pools.stats import HELD_BACK, Demand, TierUsage, alone, demand, obstacle, part_in_words, pool_state
 from sidecar.pools.store_watch import StoreStatus, StoreWatch
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED

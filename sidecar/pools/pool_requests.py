@@ -11,13 +11,13 @@ import msgspec
 
 from sidecar.errors import QueueFull
 from sidecar.events import Grant
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Lease, TenantUse
 from sidecar.pools.elsewhere import ServedElsewhere
 from sidecar.pools.ledger_link import new_ticket
 from sidecar.pools.member import ANSWER_WITHIN_US
 from sidecar.pools.member_events import MemberMode
 from sidecar.pools.queue_places import QueuePlaces
-from sidecar.pools.size_limits import SizeLimits
 from sidecar.scheduling.tickets import ScheduledLease as Held
 from sidecar.scheduling.tickets import Ticket
 

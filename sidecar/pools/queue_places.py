@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from sidecar.errors import QueueFull
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask
-from sidecar.pools.size_limits import SizeLimits
 
 WINDOW_S = 10.0
 """The memory of the rate: admissions count by exp(-age / window). Ten seconds smooth over batches of finishing requests

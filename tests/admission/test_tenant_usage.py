@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from sidecar import AdmissionMiddleware
-from sidecar.admin import tenant_routes as usage_routes
+from sidecar.admin import tenant_routes
 from sidecar.cli import main
 from sidecar.errors import TenantLimit
 from sidecar.policy.model import Policy
@@ -748,7 +748,7 @@ async def test_days_at_the_ends_of_all_calendars(
 async def test_the_use_of_thousands_is_written_in_parts(
     tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage_routes, "_AT_ONCE", 700)
+    monkeypatch.setattr(tenant_routes, "_AT_ONCE", 700)
     async with sidecar(tmp_path, store.url) as one:
         usage = one.middleware.controller.usage
         assert usage is not None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sidecar.cli import keys as key_files
+from sidecar.cli.keys import change_keys
 from sidecar.policy.compiler import load, load_files
 from tests.policy.files import SMALL, pool, tenant
 from tests.support.each import each
@@ -47,7 +47,7 @@ def keys(folder: Path, *words: str, code: int = 0) -> str:
 
 
 def add(folder: Path, **more: str) -> None:
-    key_files.change_keys(load_files(folder), "acme", {"hash": NEW, **more})
+    change_keys(load_files(folder), "acme", {"hash": NEW, **more})
 
 
 @each(
@@ -240,7 +240,7 @@ def test_many_at_once_lose_no_key(tmp_path: Path) -> None:
 
     def add_one(number: int) -> None:
         digest = f"{number:064x}"
-        key_files.change_keys(loaded, "acme", {"hash": f"sha256:{digest}"})
+        change_keys(loaded, "acme", {"hash": f"sha256:{digest}"})
 
     with ThreadPoolExecutor(8) as pool_of_threads:
         list(pool_of_threads.map(add_one, range(24)))

@@ -8,7 +8,7 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.lengths import estimator as buckets
+from sidecar.lengths import estimator
 from sidecar.lengths.estimator import bucket_for
 from sidecar.payload.traits import EFFORTS, NO_TRAITS, Traits
 
@@ -70,4 +70,4 @@ def test_there_are_some_hundred_buckets_and_nothing_else_is_remembered() -> None
     assert len(every_bucket()) == 768
     for number in range(5000):
         bucket_for(Traits(effort=f"e{number}", tool_choice=f"c{number}"), number * 1000)
-    assert buckets._name.cache_info().currsize <= 768
+    assert estimator._name.cache_info().currsize <= 768

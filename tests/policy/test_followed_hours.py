@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.policy import reload as followed_hours
+from sidecar.policy import reload
 from sidecar.policy.choices import Mode
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
@@ -118,7 +118,7 @@ async def test_a_change_that_fails_is_made_at_the_next_look(tmp_path: Path, capl
 
 
 async def test_the_timer_meets_the_border_and_looks_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(followed_hours, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(reload, "LOOK_AGAIN_S", 0.01)
     following = Following(policy(tmp_path), BEGIN_S - 3600)
     loop = asyncio.get_running_loop()
     following.now_s = BEGIN_S + 1  # the clock is set, an hour before the timer of the border

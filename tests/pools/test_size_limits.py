@@ -9,7 +9,7 @@ import pytest
 
 from sidecar.policy.compiler import load
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
-from sidecar.pools.size_limits import SizeLimits
+from sidecar.policy.size_limits import SizeLimits
 from tests.policy.files import pool
 from tests.pools.harness import ask, policy_of
 

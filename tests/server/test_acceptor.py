@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.server import http_protocol, open_files
-from sidecar.server import server as acceptor
+from sidecar.server import http_protocol, open_files, server
 from sidecar.server.certificate import Certificate, new_certificate
 from sidecar.server.listeners import listening
 from sidecar.server.server import End, Server, run
@@ -88,7 +87,7 @@ def test_at_the_limit_a_connection_waits_and_is_served_when_another_ends(
 def test_without_a_file_left_a_connection_waits_and_is_not_closed(
     loop: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acceptor, "RETRY_S", 0.01)
+    monkeypatch.setattr(server, "RETRY_S", 0.01)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def main() -> None:

@@ -17,7 +17,6 @@ from starlette.types import Lifespan, Receive, Scope, Send
 
 from sidecar.apis import Api
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
-from sidecar.tools.emulator import endpoint as background
 from sidecar.tools.emulator import engine_pages
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect
@@ -25,7 +24,7 @@ from sidecar.tools.emulator.dialects.dynamo import DynamoDialect
 from sidecar.tools.emulator.dialects.sglang import SglangDialect
 from sidecar.tools.emulator.dialects.tensorrt_llm import TrtllmDialect
 from sidecar.tools.emulator.dialects.vllm import VllmDialect
-from sidecar.tools.emulator.endpoint import GeneratingEndpoint
+from sidecar.tools.emulator.endpoint import ENGINES, GeneratingEndpoint, Responses
 from sidecar.tools.emulator.engine import EmulatedEngine
 from sidecar.tools.emulator.faults import Faults
 
@@ -120,9 +119,9 @@ class Emulator:
 
     def _responses(self) -> list[BaseRoute]:
         """Routes of an engine that runs responses in the background; they go before the plain one."""
-        if self.config.engine not in background.ENGINES:
+        if self.config.engine not in ENGINES:
             return []
-        responses = background.Responses(self.engine)
+        responses = Responses(self.engine)
         return [
             Route("/v1/responses", responses, methods=["POST"]),
             Route("/v1/responses/{response_id}", responses.retrieve),

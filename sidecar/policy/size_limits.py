@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, PoolRules, largest_admissible, largest_request
-from sidecar.pools.base import Ask
+
+
+class SizedAsk(Protocol):
+    """The fields of a `pools.base.Ask` that count."""
+
+    @property
+    def tier(self) -> int:
+        """Its level."""
+
+    @property
+    def charged_tokens(self) -> int:
+        """The tokens that it may use in all."""
+
+    @property
+    def requests(self) -> int:
+        """The requests that it counts for."""
 
 
 class SizeLimits:
@@ -46,7 +63,7 @@ class SizeLimits:
             for tier, (tokens, requests) in zip(self.policy.tiers, self.largest, strict=True)
         )
 
-    def refuse_what_never_fits(self, ask: Ask) -> None:
+    def refuse_what_never_fits(self, ask: SizedAsk) -> None:
         """Raises RequestTooLarge, with the figures, for a request that could never be admitted."""
         if error := self.too_large(ask):
             raise error
@@ -63,18 +80,18 @@ class SizeLimits:
         """The most (tokens, requests) that a request of a tier may hold when it comes: its size limit."""
         return self._limits[level]
 
-    def too_large(self, ask: Ask) -> RequestTooLarge | None:
+    def too_large(self, ask: SizedAsk) -> RequestTooLarge | None:
         """The refusal of a request that could never be admitted, with the figures; None where it could."""
         return self._exceeds(ask, *self._limits[ask.tier])
 
-    def outgrown(self, ask: Ask) -> RequestTooLarge | None:
+    def outgrown(self, ask: SizedAsk) -> RequestTooLarge | None:
         """The refusal of a waiting request that could never be admitted any more, None where it could.
 
         The size limit and `max_request_tokens` do not count: they are for new requests.
         """
         return self._exceeds(ask, *self._admissible[ask.tier])
 
-    def _exceeds(self, ask: Ask, tokens: int, requests: int) -> RequestTooLarge | None:
+    def _exceeds(self, ask: SizedAsk, tokens: int, requests: int) -> RequestTooLarge | None:
         tier = self.policy.tiers[ask.tier]
         if (most := ask.charged_tokens) > tokens:
             return RequestTooLarge(
