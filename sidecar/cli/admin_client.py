@@ -23,7 +23,7 @@ _TELLING_CODES = frozenset((
     "no_engines", "unknown_engine", "unknown_model", "bad_parameter", "drain_timeout", "resumed", "stopping",
     "admin_token_required", "no_stored_tenants", "unknown_tenant", "invalid_tenant", "body_too_large",
     "tenant_in_files", "store_unavailable", "tenant_exists", "key_in_use", "too_many_tenants", "no_usage",
-    "unknown_request", "unknown_key",
+    "unknown_request", "unknown_key", "no_worker",
 ))  # fmt: skip
 """Errors whose messages say all that there is to say."""
 
