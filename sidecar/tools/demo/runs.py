@@ -274,10 +274,9 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 _PROGRAM = (
-    "import os, sys, threading; from sidecar.cli import main; "
-    "threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start(); sys.exit(main())"
+    "import sys; from sidecar.cli import main; from sidecar.tools.child_process import end_with_parent; "
+    "end_with_parent(); sys.exit(main())"
 )
-"""Ends with the demo that started it, also where the demo had no time to end it: its pipe is the standard input."""
 
 
 def _start(line: Sequence[str], store: str | None) -> subprocess.Popen[str]:

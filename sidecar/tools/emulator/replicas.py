@@ -9,12 +9,12 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from sidecar.tools.child_process import end_with_parent
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.server import serve
 
@@ -91,8 +91,8 @@ async def _start(replica: Replica) -> Process:
 
 
 def main() -> None:
-    """Runs a replica's own process. Its standard input closes when the one that started it is gone."""
+    """Runs a replica's own process. Its standard input begins with what to run."""
     config, listener, greeting, startup_delay_s = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+    end_with_parent()
     answers = partial(say, f"{greeting}, process {os.getpid()}")
     serve(config, socket.socket(fileno=listener), answers, startup_delay_s)
