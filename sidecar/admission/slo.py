@@ -99,7 +99,7 @@ class SloReport(msgspec.Struct, eq=False):
 
 # -- One request of a guarded tier whose times are computed, not seen: a shadow request, or one of `sidecar simulate`.
 #
-# It tells the pool what a request of HTTP would (`slo_report` has the rules). Its answer streams.
+# It tells the pool what a request of HTTP would (its rules are above). Its answer streams.
 
 CHECKED_AFTER_S = 0.25
 """A first token that is overdue is noticed so much later, as by the watchdog of requests."""

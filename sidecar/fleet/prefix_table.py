@@ -11,7 +11,7 @@ with hashes over the prompt's bytes: an exact LRU of blocks, in tokens.
 - **Bounds.** Blocks have 256 bytes in the first 2 KiB of a prompt and 512 bytes up to 64 KiB. Then their size doubles
   whenever the prompt does. A prompt of 1 MiB, the most that is read, has 388 blocks. The end of a hit is known to 128
   tokens, or to 1/64 of it where that is more.
-- **Index.** One dictionary says which engines hold a block (`block_index`), so a prediction costs about the same for
+- **Index.** One dictionary says which engines hold a block (`BlockIndex`), so a prediction costs about the same for
   one engine and for 64.
 - **Runs.** A run is a stretch of consecutive blocks that were used last by the same prompt. Only runs are in an order.
   A block is used no earlier than the block after it, so the blocks of a prompt that a table has are always its first

@@ -50,7 +50,7 @@ class Planned:
 class Seen:
     """One request's result at its client. Times are in seconds since the run's start.
 
-    `first_token_s` is None where no token came, and for an answer that does not stream (see `answer`). `status` is None
+    `first_token_s` is None where no token came, and for an answer that does not stream (`connection`). `status` is None
     where no answer came at all. `error` is one line that says what went wrong, and None where nothing did.
     `output_tokens` is what the engine's usage says, or else the number of events that carried a token; `prompt_tokens`
     is None without usage, `cached_tokens` where usage does not say what a prefix cache held. `request_id` is the id in

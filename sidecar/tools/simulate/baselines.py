@@ -1,7 +1,7 @@
 """Baselines: every request goes to an engine when it comes, and only the engine orders its own queue.
 
 Each request goes to the engine with the fewest that are not over, the first of equals, but for the three baselines that
-are routers (`routing` has their rules): `round-robin`, `least-requests` and `cache-aware`. Before one engine they would
+are routers (their rules are below): `round-robin`, `least-requests` and `cache-aware`. Before one engine they would
 all be `engine-fcfs`. Where an order needs the length
 of an answer it has what the product has: the median that was learned of its tenant so far, and the policy's
 `default_output_tokens` before that.

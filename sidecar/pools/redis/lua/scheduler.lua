@@ -41,7 +41,7 @@ end
 
 local function owes(tier) return now < tiers[tier][OWES_UNTIL] end
 
--- Rule 10 (`guarded.py`): work below a guarded tier may fill the pool up to a share, or its floors.
+-- Rule 10 (`guard.py`): work below a guarded tier may fill the pool up to a share, or its floors.
 local function new_guard(tier, share)
   local guard = { tier = tier, below = {}, floors = { 0, 0, 0 }, most = {} }
   for q = tier + 1, #tiers do guard.below[q] = not rules[R_TIERS][q][T_FIRST] or nil end
